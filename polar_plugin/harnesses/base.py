@@ -1,0 +1,49 @@
+"""A harness: how one agent program is started. Data more than code: it returns files, environment and arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ..records import AgentSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchContext:
+    """What a harness must know. Paths and URLs are as seen inside the sandbox."""
+
+    agent: AgentSpec
+    instruction: str
+    base_url: str
+    """The proxy, without "/v1": "http://127.0.0.1:PORT"."""
+    session_key: str
+    """Goes where the program expects its API key."""
+    context_length: int
+    max_tokens: int
+    workdir: str
+    home: str
+    """A directory of this attempt's own for configuration files; also $HOME."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How to start the program."""
+
+    command: str | tuple[str, ...]
+    """A shell script, or an argument vector. Prompts go by file or stdin, never on a long command line."""
+    files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
+    """Absolute path inside -> content, written before the start."""
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    stdin: bytes = b""
+    ok_exit_codes: frozenset[int] = frozenset({0})
+
+
+class Harness(Protocol):
+    """One agent program."""
+
+    name: str
+
+    def launch(self, context: LaunchContext) -> Launch:
+        """Raises ConfigError where `context.agent` lacks something."""
+        ...
