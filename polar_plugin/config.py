@@ -1,0 +1,187 @@
+"""RolloutConfig and its parts, the task payload, and the one loader. Frozen; unknown keys are refused by path."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from .errors import ConfigError
+from .placeholders import fill
+from .records import SamplingParams, TaskSpec
+
+T = TypeVar("T")
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class EngineConfig(_Part):
+    """Which inference engine samples."""
+
+    kind: str = "sglang"
+    """`sglang`, `vllm`, `transformers` (embedded, CPU), `scripted`, or "pkg.mod:Class"."""
+    url: str | None = None
+    """Of an SGLang or vLLM server, or of SGLang's router. Under slime it comes from slime's own arguments."""
+    model: str | None = None
+    """For `transformers`: a Hugging Face directory, `smollm2` or `tiny`. For `vllm`: the served model's name."""
+    context_length: int | None = Field(default=None, gt=1)
+    """Prompt and output tokens together; default: what the engine says of itself."""
+    options: Mapping[str, Any] = Field(default_factory=dict)
+    """Passed to the engine's constructor."""
+
+
+class RendererConfig(_Part):
+    """How messages become tokens and tokens become messages."""
+
+    kind: str = "auto"
+    """`auto`, `template` (the tokenizer's own chat template), or a family of the `renderers` package, as in `qwen3`."""
+    tokenizer: str | None = None
+    """A Hugging Face directory or name; default: the engine's model, under slime `--hf-checkpoint`."""
+    history: Literal["sampled", "template"] = "sampled"
+    """`sampled` extends what was sampled even where the template would drop old reasoning; `template` forks there."""
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
+    chat_template_kwargs: Mapping[str, Any] = Field(default_factory=dict)
+
+
+class SamplingConfig(_Part):
+    """The trainer's sampling. It replaces whatever a harness asks for; of `max_tokens` the smaller one counts."""
+
+    temperature: float = Field(default=1.0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = -1
+    max_tokens: int = Field(default=4096, gt=0)
+    stop: tuple[str, ...] = ()
+
+    def params(self) -> SamplingParams:
+        return SamplingParams(self.temperature, self.top_p, self.top_k, self.max_tokens, self.stop)
+
+
+class ProxySettings(_Part):
+    """Where harnesses reach the model."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0: any free port."""
+    keepalive_seconds: float = Field(default=5.0, gt=0, le=10)
+    max_body_bytes: int = Field(default=64 << 20, gt=0)
+
+
+class StagesConfig(_Part):
+    """How many attempts each stage holds at once."""
+
+    init: int = Field(default=4, gt=0)
+    ready: int = Field(default=2, ge=0)
+    """Initialised sandboxes waiting beyond the running ones."""
+    run: int = Field(default=8, gt=0)
+    postrun: int = Field(default=4, gt=0)
+
+
+class BudgetConfig(_Part):
+    """Seconds each stage may take; none spends another's."""
+
+    init: float = Field(default=600.0, gt=0)
+    build: float = Field(default=120.0, gt=0)
+    evaluation: float = Field(default=1800.0, gt=0)
+    cleanup: float = Field(default=30.0, gt=0)
+    first_call: float | None = Field(default=120.0, gt=0)
+    """No model call within this time after the start: the harness did not start, an infrastructure error."""
+
+
+class RecordingConfig(_Part):
+    """Whether sessions are written to files."""
+
+    directory: Path | None = None
+    suffix: Literal[".jsonl", ".jsonl.gz", ".jsonl.zst"] = ".jsonl"
+
+
+class RolloutConfig(_Part):
+    """Everything a rollout needs besides the prompts; under slime the key `polar:` of `--custom-config-path`."""
+
+    engine: EngineConfig = EngineConfig()
+    renderer: RendererConfig = RendererConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    proxy: ProxySettings = ProxySettings()
+    stages: StagesConfig = StagesConfig()
+    budgets: BudgetConfig = BudgetConfig()
+    recording: RecordingConfig = RecordingConfig()
+    task: Mapping[str, Any] = Field(default_factory=dict)
+    """The task payload, with placeholders such as `{sample.metadata.instruction}` (`placeholders`)."""
+    eval_task: Mapping[str, Any] | None = None
+    """The payload of evaluation rollouts; default: `task`."""
+    retries: int = Field(default=1, ge=0)
+    """How often an attempt is run again in a new sandbox after an infrastructure error."""
+    verify: Literal["all", "sample", "off"] = "sample"
+    """Of how many trajectories the merge invariants are checked: each, one in eight, or none."""
+    on_timeout: Literal["train", "exclude"] = "train"
+    """Whether an attempt that ran out of time is trained with its graded reward or leaves the group."""
+
+
+def load_config(source: str | Path | Mapping[str, Any]) -> RolloutConfig:
+    """Read a YAML file or a mapping, bare or under the key `polar`.
+
+    Raises ConfigError with the path of each wrong key and, for unknown ones, those there are.
+    """
+    data, where = _read(source)
+    if "polar" in data:
+        data, where = data["polar"], f"{where}: polar"
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{where} must be a mapping, got {type(data).__name__}")
+    return _validated(TypeAdapter(RolloutConfig), cast("Mapping[str, Any]", data), where)
+
+
+def load_task(payload: Mapping[str, Any], values: Mapping[str, Any] | None = None) -> TaskSpec:
+    """A TaskSpec from a task payload; `values` fill its placeholders where given.
+
+    Raises ConfigError with the path of what is wrong.
+    """
+    filled: Any = payload if values is None else fill(payload, values)
+    task = _validated(TypeAdapter(TaskSpec), filled, "task")
+    if bool(task.agent.harness) == bool(task.agent.import_path):
+        raise ConfigError("task.agent: set exactly one of `harness` and `import_path`")
+    if task.num_samples < 1:
+        raise ConfigError(f"task.num_samples must be at least 1, got {task.num_samples}")
+    if task.timeout_seconds <= 0:
+        raise ConfigError(f"task.timeout_seconds must be positive, got {task.timeout_seconds}")
+    return task
+
+
+def cache_directory() -> Path:
+    """Where downloaded models are kept: $POLAR_PLUGIN_CACHE, else `polar_plugin` under $XDG_CACHE_HOME or ~/.cache."""
+    if chosen := os.environ.get("POLAR_PLUGIN_CACHE"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "polar_plugin"
+
+
+def _read(source: str | Path | Mapping[str, Any]) -> tuple[Any, str]:
+    if isinstance(source, Mapping):
+        return source, "config"
+    try:
+        return yaml.safe_load(Path(source).read_text()) or {}, str(source)
+    except OSError as error:
+        raise ConfigError(f"cannot read config {source}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source} is not valid YAML: {error}") from error
+
+
+def _validated(adapter: TypeAdapter[T], data: Any, where: str) -> T:
+    try:
+        return adapter.validate_python(data)
+    except ValidationError as error:
+        lines = [
+            f"{where}: {_told(detail)}" for detail in cast("list[dict[str, Any]]", error.errors(include_url=False))
+        ]
+        raise ConfigError("\n".join(lines)) from error
+
+
+def _told(detail: Mapping[str, Any]) -> str:
+    path = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        return f"unknown key `{path}`"
+    return f"`{path}`: {detail['msg']}"
