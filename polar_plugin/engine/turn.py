@@ -1,0 +1,165 @@
+"""One turn: a chat request becomes a completion.
+
+Find the parent, extend its tokens (or render in full, and say why), clamp to the context, sample, parse.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import anyio.to_thread
+import numpy as np
+
+from ..errors import ContextOverflow, EngineError
+from ..records import BreakReason, ChatRequest, Completion, Generation, Message, SamplingParams, TokenIds
+from .base import Engine, Parsed, Renderer
+from .buffer import TokenBuffer
+from .history import History, Match
+
+T = TypeVar("T")
+_INLINE_CHARACTERS = 16_384  # about 5 ms of tokenisation: beyond it the event loop is left
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What every session of a service shares."""
+
+    engine: Engine
+    renderer: Renderer
+    sampling: SamplingParams
+    """The trainer's; `max_tokens` is its limit for one turn."""
+    context_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The ids to send, and how they came about."""
+
+    buffer: TokenBuffer
+    ids: TokenIds
+    parent: Completion | None
+    break_reason: BreakReason | None
+
+
+class Conversation:
+    """The token side of one session: call it with a request, get the completion. Several calls may be under way."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        session_id: str,
+        *,
+        clock: Callable[[], float] = time.time,
+        new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
+    ) -> None:
+        self._policy = policy
+        self._session_id = session_id
+        self._clock = clock
+        self._new_id = new_id
+        self._history = History()
+        self._buffers: dict[str, TokenBuffer] = {}
+
+    async def __call__(self, request: ChatRequest) -> Completion:
+        """Raises ContextOverflow, BadRequest (the format cannot say it) or EngineError; then nothing is kept."""
+        started = self._clock()
+        prompt = await self._prompt(request)
+        sampling = self._sampling(request, len(prompt.ids))
+        completion_id = self._new_id()
+        generation = await self._policy.engine.generate(
+            prompt.ids,
+            sampling,
+            request_id=completion_id,
+            session_id=self._session_id,
+            stop_ids=self._policy.renderer.stop_ids,
+        )
+        parsed = await self._parse(generation, request, prompt.ids)
+        completion = Completion(
+            id=completion_id,
+            request=request,
+            prompt_ids=prompt.ids,
+            generation=generation,
+            reply=self._with_call_ids(parsed.reply),
+            sampling=sampling,
+            started=started,
+            ended=self._clock(),
+            parent=prompt.parent.id if prompt.parent else None,
+            break_reason=prompt.break_reason,
+            malformed_calls=parsed.malformed_calls,
+        )
+        self._remember(completion, prompt)
+        return completion
+
+    async def count_tokens(self, request: ChatRequest) -> int:
+        """How many prompt tokens a call with `request` would send; samples and records nothing."""
+        return len((await self._prompt(request)).ids)
+
+    async def _prompt(self, request: ChatRequest) -> Prompt:
+        found = self._history.find(request)
+        if isinstance(found, Match):
+            delta = await self._extend(found, request)
+            if not isinstance(delta, BreakReason):
+                return self._extended(found.completion, delta)
+            found = delta
+        renderer = self._policy.renderer
+        ids = await _cpu(lambda: renderer.render(request.messages, request.tools), _characters(request.messages))
+        self._check(ids)
+        buffer = TokenBuffer(ids)
+        return Prompt(buffer, buffer.view(len(ids)), None, found)
+
+    async def _extend(self, found: Match, request: ChatRequest) -> TokenIds | BreakReason:
+        parent, renderer = found.completion, self._policy.renderer
+        tokens = self._buffers[parent.id].view(parent.length)
+        return await _cpu(lambda: renderer.extend(parent, tokens, found.new, request.tools), _characters(found.new))
+
+    def _extended(self, parent: Completion, delta: TokenIds) -> Prompt:
+        self._check(delta)
+        buffer = self._buffers[parent.id].extended(parent.length, delta)
+        return Prompt(buffer, buffer.view(parent.length + len(delta)), parent, None)
+
+    def _check(self, ids: TokenIds) -> None:
+        """One id out of range kills some engines, so none leaves us."""
+        name, size = self._policy.renderer.name, self._policy.renderer.vocab_size
+        if len(ids) and (ids.min() < 0 or ids.max() >= size):
+            raise EngineError(
+                f"the renderer {name!r} made token id {int(ids.max())}, but the vocabulary has {size} ids:"
+                " tokenizer and model do not belong together"
+            )
+
+    def _sampling(self, request: ChatRequest, prompt_tokens: int) -> SamplingParams:
+        """The trainer's parameters; only `max_tokens` (the smaller one) and extra stop strings are the harness's."""
+        room = self._policy.context_length - prompt_tokens
+        if room < 1:
+            raise ContextOverflow(prompt_tokens, self._policy.context_length)
+        pinned, asked = self._policy.sampling, request.sampling
+        limits = [limit for limit in (pinned.max_tokens, asked.max_tokens, room) if limit is not None]
+        stop = (*pinned.stop, *(text for text in asked.stop if text not in pinned.stop))
+        return replace(pinned, max_tokens=max(1, min(limits)), stop=stop)
+
+    async def _parse(self, generation: Generation, request: ChatRequest, prompt_ids: TokenIds) -> Parsed:
+        renderer = self._policy.renderer
+        return await _cpu(
+            lambda: renderer.parse(generation.output_ids, request, prompt_ids), 4 * len(generation.output_ids)
+        )
+
+    def _with_call_ids(self, reply: Message) -> Message:
+        calls = tuple(replace(call, id=f"call_{self._new_id()[:24]}") for call in reply.tool_calls)
+        return replace(reply, tool_calls=calls)
+
+    def _remember(self, completion: Completion, prompt: Prompt) -> None:
+        output = completion.generation.output_ids
+        self._buffers[completion.id] = prompt.buffer.extended(len(prompt.ids), np.asarray(output, np.int32))
+        self._history.add(completion)
+
+
+async def _cpu(work: Callable[[], T], characters: int) -> T:
+    if characters <= _INLINE_CHARACTERS:
+        return work()
+    return await anyio.to_thread.run_sync(work)
+
+
+def _characters(messages: tuple[Message, ...]) -> int:
+    return sum(len(message.content) + len(message.reasoning) for message in messages)
