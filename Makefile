@@ -1,0 +1,28 @@
+# Two commands do all the set-up, in .venv: `make quickstart` runs the main job, `make test` passes the tests.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Where there is no NVIDIA GPU, a CPU build of torch is enough and much smaller.
+TORCH := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo torch || echo torch==2.13.0)
+
+.PHONY: setup quickstart test check clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet $(TORCH)
+	$(BIN)/pip install --quiet --editable '.[engine,zstd,dev]'
+	touch $@
+
+quickstart: setup
+	$(BIN)/polar-plugin quickstart --out out
+
+test: setup
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
+
+clean:
+	rm -rf $(VENV) .cache out

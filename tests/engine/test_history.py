@@ -1,0 +1,127 @@
+"""A request finds the completion it continues by what messages mean, not by how a harness spells them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from polar_plugin.engine.buffer import TokenBuffer
+from polar_plugin.engine.history import History, Match, canonical_arguments
+from polar_plugin.records import (
+    BreakReason,
+    ChatRequest,
+    Completion,
+    FinishReason,
+    Generation,
+    Message,
+    SamplingParams,
+    Tool,
+    ToolCall,
+    log_probs,
+    token_ids,
+)
+
+SYSTEM, ASK = Message("system", "be brief"), Message("user", "fix it")
+CALL = ToolCall("bash", '{"command": "ls", "timeout": 1.0}', "call_1")
+REPLY = Message("assistant", "looking", "hmm", (CALL,))
+RESULT = Message("tool", "a.py", tool_call_id="call_1")
+BASH = Tool("bash", "run", {"type": "object"})
+
+
+def completion(request: ChatRequest, reply: Message, name: str = "c1") -> Completion:
+    generation = Generation(token_ids([2]), log_probs([-0.1]), FinishReason.STOP)
+    return Completion(name, request, token_ids([1]), generation, reply, SamplingParams(), 0.0, 1.0)
+
+
+@pytest.fixture
+def history() -> History:
+    history = History()
+    history.add(completion(ChatRequest((SYSTEM, ASK), (BASH,)), REPLY))
+    return history
+
+
+def following(history: History, *messages: Message, tools: tuple[Tool, ...] = (BASH,)) -> Match | BreakReason:
+    return history.find(ChatRequest(messages, tools))
+
+
+@pytest.mark.parametrize(
+    "echo",
+    [
+        REPLY,
+        replace(REPLY, reasoning=""),
+        replace(REPLY, content=" looking\n"),
+        replace(REPLY, tool_calls=(ToolCall("bash", '{"timeout":1,"command":"ls"}', "other_id"),)),
+    ],
+    ids=["verbatim", "reasoning dropped", "trimmed", "arguments re-serialised, id rewritten"],
+)
+def test_an_echo_of_equal_meaning_continues_the_turn(history: History, echo: Message) -> None:
+    found = following(history, SYSTEM, ASK, echo, RESULT)
+    assert isinstance(found, Match)
+    assert found.completion.id == "c1"
+    assert found.new == (RESULT,)
+
+
+def test_the_deepest_completion_is_continued(history: History) -> None:
+    request = ChatRequest((SYSTEM, ASK, REPLY, RESULT), (BASH,))
+    history.add(completion(request, Message("assistant", "done"), "c2"))
+    more = Message("user", "thanks")
+    found = following(history, SYSTEM, ASK, REPLY, RESULT, Message("assistant", "done"), more)
+    assert isinstance(found, Match)
+    assert found.completion.id == "c2"
+    assert found.new == (more,)
+
+
+def test_a_harness_authored_turn_behind_ours_is_new_context(history: History) -> None:
+    found = following(history, SYSTEM, ASK, REPLY, RESULT, Message("assistant", "interrupted"), ASK)
+    assert isinstance(found, Match)
+    assert [message.role for message in found.new] == ["tool", "assistant", "user"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "reason"),
+    [
+        ((SYSTEM, ASK, replace(REPLY, content="no"), RESULT), (BASH,), BreakReason.ASSISTANT_REWRITTEN),
+        ((SYSTEM, Message("user", "other"), REPLY, RESULT), (BASH,), BreakReason.HISTORY_REWRITTEN),
+        ((Message("system", "x"), ASK, REPLY, RESULT), (BASH,), BreakReason.SYSTEM_CHANGED),
+        ((SYSTEM, ASK, REPLY, RESULT), (), BreakReason.TOOLS_CHANGED),
+        ((Message("system", "you are a title writer"), ASK), (), BreakReason.NEW_THREAD),
+        ((SYSTEM, ASK), (BASH,), BreakReason.FIRST_CALL),
+    ],
+)
+def test_a_break_is_named(
+    history: History, messages: tuple[Message, ...], tools: tuple[Tool, ...], reason: BreakReason
+) -> None:
+    assert following(history, *messages, tools=tools) is reason
+
+
+def test_the_first_call_of_a_session_is_no_break() -> None:
+    assert following(History(), SYSTEM, ASK) is BreakReason.FIRST_CALL
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"a": NaN}', "[" * 100_000])
+def test_arguments_that_are_no_json_are_compared_as_text(text: str) -> None:
+    assert isinstance(canonical_arguments(text), str)
+
+
+def test_lone_surrogates_can_be_compared() -> None:
+    history = History()
+    odd = Message("user", "\ud83d")
+    history.add(completion(ChatRequest((odd,), (Tool("\ud83d"),)), REPLY))
+    assert isinstance(history.find(ChatRequest((odd, REPLY, RESULT), (Tool("\ud83d"),))), Match)
+
+
+def test_prompts_of_a_chain_share_memory_and_a_branch_gets_its_own() -> None:
+    root = TokenBuffer(token_ids([1, 2, 3]))
+    first = root.extended(3, token_ids([4, 5]))
+    branch = root.extended(3, token_ids([9]))
+    for _ in range(10):
+        first = first.extended(5, token_ids([6])) if first._used == 5 else first
+    assert first is root
+    assert branch is not root
+    assert first.view(6).tolist() == [1, 2, 3, 4, 5, 6]
+    assert branch.view(4).tolist() == [1, 2, 3, 9]
+    assert np.shares_memory(first.view(6), root.view(2))
+    with pytest.raises(ValueError):
+        first.view(6)[0] = 7

@@ -1,0 +1,61 @@
+"""Sessions made by hand: each call is `say(prompt ids, output ids)`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from polar_plugin.records import (
+    ChatRequest,
+    Completion,
+    CompletionSession,
+    Delivery,
+    FinishReason,
+    Generation,
+    Message,
+    SamplingParams,
+    VersionSpan,
+    log_probs,
+    token_ids,
+)
+
+
+@dataclass
+class Ledger:
+    """`parents=False` leaves the parent out, as recordings of other systems do."""
+
+    parents: bool = True
+    completions: list[Completion] = field(default_factory=list[Completion])
+    delivery: dict[str, Delivery] = field(default_factory=dict[str, Delivery])
+
+    def say(
+        self,
+        prompt: Sequence[int],
+        output: Sequence[int],
+        *,
+        after: str | None = None,
+        delivered: bool = True,
+        version: str = "",
+        reply: Message | None = None,
+        request: ChatRequest | None = None,
+    ) -> str:
+        """Record a call; `after` names its parent (default: found by hand in no way). Returns its id."""
+        name = f"c{len(self.completions)}"
+        generation = Generation(
+            token_ids(np.asarray(output, np.int32)),
+            log_probs([-(position + 1) / 8 for position in range(len(output))]),
+            FinishReason.STOP,
+            (VersionSpan(version, len(output)),) if version and output else (),
+        )
+        completion = Completion(
+            name, request or ChatRequest(()), token_ids(prompt), generation, reply or Message("assistant"),
+            SamplingParams(), 0.0, 1.0, after if self.parents else None,
+        )  # fmt: skip
+        self.completions.append(completion)
+        self.delivery[name] = Delivery.DELIVERED if delivered else Delivery.UNDELIVERED
+        return name
+
+    def sealed(self) -> CompletionSession:
+        return CompletionSession("s", tuple(self.completions), dict(self.delivery))
