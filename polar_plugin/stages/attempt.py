@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -73,15 +74,12 @@ class OpenSession(Protocol):
     """An open ledger, as the script needs it."""
 
     key: str
-
-    @property
-    def calls(self) -> int:
-        """Model calls so far, those under way included."""
-        ...
-
-    async def first_call(self) -> None:
-        """Returns when the first model call has arrived."""
-        ...
+    called: anyio.Event
+    """Set at the first model call."""
+    counts: Counter[str]
+    """`calls` among them."""
+    last_error: Exception | None
+    """What the latest model call failed with; None again once one succeeds."""
 
     def seal(self) -> CompletionSession: ...
 
@@ -201,18 +199,20 @@ class _Script:
     @staticmethod
     async def _expect_call(session: OpenSession, scope: anyio.CancelScope, seconds: float) -> None:
         with anyio.move_on_after(seconds):
-            await session.first_call()
+            await session.called.wait()
             return
         scope.cancel()
 
     def _judge(self, result: ExecResult, session: OpenSession, launch: Launch) -> None:
         """Status from how the program ended. The exit code never touches the reward."""
         self.exit_code = result.exit_code
+        if isinstance(session.last_error, PolarError) and session.last_error.infrastructure:
+            raise session.last_error  # the agent ended on an answer that we could not give
         if result.timed_out:
             self.status = Status.TIMED_OUT
         elif result.oom:
             raise SandboxError("the sandbox ran out of memory: raise runtime.memory_mb")
-        elif not session.calls:
+        elif not session.counts["calls"]:
             self.status = Status.FAILED
             self.failure = Failure("agent", "no_model_call", _tail(result))
         elif result.exit_code not in launch.ok_exit_codes:

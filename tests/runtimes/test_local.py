@@ -196,7 +196,7 @@ async def test_the_environment_of_the_trainer_does_not_leak(monkeypatch: pytest.
 def host_port() -> Iterator[int]:
     """A service of the host on 127.0.0.1, such as an engine."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        thread = threading.Thread(target=lambda: server.accept(), daemon=True)
+        thread = threading.Thread(target=lambda: server.accept()[0].close(), daemon=True)
         thread.start()
         yield server.getsockname()[1]
         socket.create_connection(server.getsockname()).close()

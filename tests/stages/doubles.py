@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -84,13 +85,12 @@ class MemoryRuntime:
 class MemorySession:
     key = "key"
 
-    def __init__(self, session: CompletionSession, calls: int) -> None:
-        self._session, self.calls, self.sealed = session, calls, False
-        self.engine_errors = 0
-
-    async def first_call(self) -> None:
-        if not self.calls:
-            await anyio.sleep_forever()
+    def __init__(self, session: CompletionSession, calls: int, last_error: Exception | None) -> None:
+        self._session, self.last_error, self.sealed = session, last_error, False
+        self.counts = Counter(calls=calls)
+        self.called = anyio.Event()
+        if calls:
+            self.called.set()
 
     def seal(self) -> CompletionSession:
         self.sealed = True
@@ -101,11 +101,12 @@ class MemorySession:
 class MemorySessions:
     ledger: CompletionSession
     calls: int = 1
+    last_error: Exception | None = None
     opened: list[MemorySession] = field(default_factory=list[MemorySession])
 
     @asynccontextmanager
     async def open(self, attempt: Attempt) -> AsyncGenerator[MemorySession]:
-        session = MemorySession(self.ledger, self.calls)
+        session = MemorySession(self.ledger, self.calls, self.last_error)
         self.opened.append(session)
         yield session
         session.seal()
