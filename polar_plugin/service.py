@@ -79,10 +79,18 @@ class RolloutService:
     async def run(
         self, attempts: Sequence[Attempt], *, on_done: Callable[[Trajectory], None] | None = None
     ) -> list[Trajectory]:
-        """Run attempts side by side; exactly one Trajectory each, in input order. `on_done` sees each as it ends."""
+        """Run attempts side by side; exactly one Trajectory each, in input order. `on_done` sees each as it ends.
+
+        Raises ConfigError, before anything starts, where a task names what does not exist.
+        """
         send, receive = anyio.create_memory_object_stream[Trajectory](0)
         done: dict[str, Trajectory] = {}
-        batch = Batch(self._attempt, admitted=max(1, len(attempts)), retries=self.config.retries)
+        parts = {attempt.session_id: self._parts(attempt) for attempt in attempts}
+        batch = Batch(
+            lambda attempt: self._attempt(attempt, parts[attempt.session_id]),
+            admitted=max(1, len(attempts)),
+            retries=self.config.retries,
+        )
         async with anyio.create_task_group() as group, receive:
             group.start_soon(batch.run, attempts, send)
             async for trajectory in receive:
@@ -111,16 +119,9 @@ class RolloutService:
             session = await stack.enter_async_context(self.proxy.session(attempt.session_id, reply, **metadata))
             yield session
 
-    async def _attempt(self, attempt: Attempt) -> Trajectory:
-        parts = self._parts(attempt)
-        budgets = self.config.budgets
-        return await run_attempt(
-            attempt,
-            parts=parts,
-            sessions=self,
-            stages=self.stages,
-            budgets=Budgets(budgets.init, budgets.build, budgets.evaluation, budgets.cleanup, budgets.first_call),
-        )
+    async def _attempt(self, attempt: Attempt, parts: Parts) -> Trajectory:
+        budgets = Budgets(**self.config.budgets.model_dump())
+        return await run_attempt(attempt, parts=parts, sessions=self, stages=self.stages, budgets=budgets)
 
     def _parts(self, attempt: Attempt) -> Parts:
         """What the attempt's task names. Raises ConfigError, before anything starts."""
@@ -137,3 +138,91 @@ class RolloutService:
             count=counts,
             check=self._check(task.builder.config.get("max_trace_tokens")),
         )
+
+    def _runtime(self, attempt: Attempt, purpose: str) -> Runtime:
+        spec = attempt.task.runtime
+        if purpose == "evaluation":
+            spec = replace(spec, network="none")
+        factory = plugins.resolve(spec.backend, plugins.RUNTIMES, "runtime")
+        labels = {"session": attempt.session_id, "purpose": purpose}
+        return cast("Runtime", factory(spec, proxy=self.proxy.endpoint, labels=labels, **spec.kwargs))
+
+    def _launch_context(self, attempt: Attempt, runtime: Runtime, key: str) -> LaunchContext:
+        return LaunchContext(
+            agent=attempt.task.agent,
+            instruction=attempt.task.instruction,
+            base_url=runtime.proxy_url,
+            session_key=key,
+            context_length=self.policy.context_length,
+            max_tokens=self.policy.sampling.max_tokens or self.policy.context_length,
+            workdir=runtime.workdir,
+            home=runtime.home,
+        )
+
+    def _check(self, max_trace_tokens: int | None) -> Callable[[Sequence[Trace], CompletionSession], None] | None:
+        """The merge invariants, for as many trajectories as the config says."""
+        every = _VERIFY_EVERY[self.config.verify]
+        self._built += 1
+        if not every or self._built % every:
+            return None
+        decode = self.policy.renderer.decode
+        return functools.partial(check, max_trace_tokens=max_trace_tokens, decode=decode)
+
+    def _count(self, trajectory: Trajectory) -> None:
+        self.counts[f"attempts_{trajectory.status}"] += 1
+        self.counts.update(trajectory.counts)
+
+
+def make_engine(config: RolloutConfig) -> Engine:
+    """The engine that `config.engine` names, not yet entered. Raises ConfigError."""
+    engine = config.engine
+    options = dict(engine.options)
+    if engine.kind in ("sglang", "vllm"):
+        if not engine.url:
+            raise ConfigError(f"engine.url is not set: the {engine.kind} engine needs the address of its server")
+        options["url"] = engine.url
+    if engine.kind == "transformers":
+        options["model"] = model_directory(config)
+        options.setdefault("context_length", engine.context_length)
+    elif engine.model is not None:
+        options["model"] = engine.model
+    return cast("Engine", plugins.create(engine.kind, plugins.ENGINES, "engine", options))
+
+
+def model_directory(config: RolloutConfig) -> Path:
+    """The directory of the embedded engine's model; fetched or made where it is one of ours. Raises ConfigError."""
+    from .engine.models import resolve_model
+
+    if not config.engine.model:
+        raise ConfigError("engine.model is not set: a Hugging Face directory, `smollm2` or `tiny`")
+    return resolve_model(config.engine.model, cache_directory())
+
+
+def make_renderer(config: RolloutConfig) -> Renderer:
+    """The renderer for `config`, over the tokenizer it names. Raises ConfigError."""
+    renderer, embedded = config.renderer, config.engine.kind == "transformers"
+    tokenizer = renderer.tokenizer or (str(model_directory(config)) if embedded else config.engine.model)
+    if not tokenizer:
+        raise ConfigError("renderer.tokenizer is not set: the tokenizer's Hugging Face directory or name")
+    return load_renderer(
+        tokenizer,
+        kind=renderer.kind,
+        history=renderer.history,
+        tool_parser=renderer.tool_parser,
+        reasoning_parser=renderer.reasoning_parser,
+        chat_template_kwargs=renderer.chat_template_kwargs,
+    )
+
+
+def _proxy_config(config: RolloutConfig, socket: Path) -> ProxyConfig:
+    return ProxyConfig(unix_socket=socket, **config.proxy.model_dump())
+
+
+def _stages(config: RolloutConfig) -> Stages:
+    told = config.stages
+    return Stages(
+        live=Stage("live", told.run + told.ready),
+        init=Stage("init", told.init),
+        run=Stage("run", told.run),
+        postrun=Stage("postrun", told.postrun),
+    )

@@ -52,7 +52,12 @@ class Runtime(Protocol):
     proxy_url: str
     """The proxy's base URL as programs inside see it; set by `start`."""
     workdir: str
-    """Absolute path, inside, of the directory that commands start in."""
+    """Absolute path, inside, of the directory that commands start in; set by `start` at the latest."""
+
+    @property
+    def home(self) -> str:
+        """Absolute path, inside, of a home directory of this attempt's own."""
+        ...
 
     async def start(self) -> None: ...
 

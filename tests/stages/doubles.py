@@ -49,6 +49,7 @@ class World:
 class MemoryRuntime:
     proxy_url = "http://127.0.0.1:1"
     workdir = "/workspace"
+    home = "/home/agent"
 
     def __init__(self, world: World, purpose: str) -> None:
         self.world, self.purpose = world, purpose
