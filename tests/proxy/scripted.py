@@ -111,6 +111,14 @@ async def receive_until(stream: anyio.abc.SocketStream, wanted: bytes) -> bytes:
     return got
 
 
+async def skim_until(stream: anyio.abc.SocketStream, end: bytes) -> None:
+    """Read and forget a long answer until `end` stands at most a few bytes before its end."""
+    tail = b""
+    with anyio.fail_after(60):
+        while end not in tail:
+            tail = (tail + await stream.receive(1 << 20))[-64:]
+
+
 async def until(condition: Callable[[], bool]) -> None:
     """Turns of the event loop until something that another task does has happened."""
     with anyio.fail_after(5):
