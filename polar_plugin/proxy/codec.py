@@ -6,7 +6,7 @@ vendor's own SDK accepts with strict validation).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,16 +44,28 @@ class Dialect(Protocol):
         """Raises BadRequest with the path of what is wrong."""
         ...
 
-    def encode(self, completion: Completion) -> JSONObject:
-        """The whole reply."""
+    def encode(self, completion: Completion, incoming: Incoming) -> JSONObject:
+        """The whole reply to `incoming`, which says what of it was asked for (log-probabilities, usage, ...)."""
         ...
 
-    def events(self, completion: Completion) -> Iterator[Event]:
+    def events(self, completion: Completion, incoming: Incoming) -> Iterator[Event]:
         """The reply as a stream; the last event is the terminal one."""
         ...
 
     def error(self, error: PolarError) -> JSONObject:
         """The error's body; its HTTP status is `error.status`."""
+        ...
+
+    def error_event(self, error: PolarError) -> Event:
+        """The same within a stream whose headers are sent; no terminal event follows it."""
+        ...
+
+    def models(self, names: Sequence[str]) -> JSONObject:
+        """The answer to a listing of models."""
+        ...
+
+    def model(self, name: str) -> JSONObject:
+        """The answer to a question for one model. Any name is served: all of them mean the policy."""
         ...
 
     keepalive: bytes

@@ -1,0 +1,206 @@
+"""What an OpenAI Chat Completions request says, as a ChatRequest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, cast
+
+from ..errors import BadRequest
+from ..records import ChatRequest, JSONObject, Message, SamplingParams, Tool, ToolCall
+from . import fields
+from .codec import Incoming
+
+_ROLES: Mapping[str, Literal["system", "user", "assistant", "tool"]] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
+_READ = frozenset({
+    "model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k",
+    "seed", "stop", "stream", "stream_options", "logprobs", "n",
+})  # fmt: skip
+_READ_OF_MESSAGE = frozenset({
+    "role", "content", "reasoning_content", "reasoning", "tool_calls", "tool_call_id", "name",
+})  # fmt: skip
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+
+
+def chat_request(incoming: Incoming, api: str) -> ChatRequest:
+    """Raises BadRequest with the path of what is wrong."""
+    body = incoming.body
+    if fields.integer(body, "n") not in (None, 1):
+        raise BadRequest("only one choice a request is sampled; send n=1, several times", path="n")
+    fields.flag(body, "logprobs")
+    fields.flag(fields.mapping(body, "stream_options"), "include_usage", "stream_options")
+    tools = _tools(body)
+    return ChatRequest(
+        messages=_messages(body),
+        tools=tools,
+        tool_choice=_tool_choice(body, tools),
+        sampling=_sampling(body),
+        stream=fields.flag(body, "stream"),
+        model=fields.text(body, "model"),
+        api=api,
+        retry=incoming.headers.get("x-stainless-retry-count", "") not in ("", "0"),
+        ignored=_ignored(body),
+    )
+
+
+def _messages(body: JSONObject) -> tuple[Message, ...]:
+    raw = fields.objects(body, "messages")
+    if not raw:
+        raise BadRequest("expected at least one message", path="messages")
+    messages: list[Message] = []
+    names: dict[str, str] = {}  # tool call id -> function, since most clients send no name with a result
+    for i, one in enumerate(raw):
+        message = _message(one, f"messages.{i}", names)
+        names.update((call.id, call.name) for call in message.tool_calls)
+        messages.append(message)
+    return tuple(messages)
+
+
+def _message(raw: JSONObject, path: str, names: Mapping[str, str]) -> Message:
+    wire_role = fields.text(raw, "role", path)
+    if wire_role not in _ROLES:
+        raise BadRequest(f"unknown role {wire_role!r}; use one of {', '.join(_ROLES)}", path=f"{path}.role")
+    role = _ROLES[wire_role]
+    content = _content(raw.get("content"), f"{path}.content", joint="" if role == "assistant" else "\n")
+    if role == "assistant":
+        reasoning = fields.text(raw, "reasoning_content", path) or fields.text(raw, "reasoning", path)
+        return Message(role, content, reasoning, _tool_calls(raw, path))
+    if role == "tool":
+        call_id = fields.text(raw, "tool_call_id", path)
+        return Message(role, content, tool_call_id=call_id, name=names.get(call_id) or fields.text(raw, "name", path))
+    return Message(role, content)
+
+
+def _content(value: Any, path: str, joint: str) -> str:
+    """Parts of an assistant's turn are one text cut up by its client; parts of other turns are texts of their own."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise BadRequest("expected a string or a list of parts", path=path)
+    return joint.join(_part(part, f"{path}.{i}") for i, part in enumerate(cast("list[Any]", value)))
+
+
+def _part(value: Any, path: str) -> str:
+    if isinstance(value, str):
+        return value
+    part = fields.as_object(value, path)
+    kind = fields.text(part, "type", path)
+    if kind in _TEXT_PARTS:
+        return fields.text(part, _TEXT_PARTS[kind], path)
+    return f"[{_medium(kind)} omitted]"
+
+
+def _medium(kind: str) -> str:
+    """`image_url` and `input_image` are both an image to the model that cannot see it."""
+    return kind.removeprefix("input_").removesuffix("_url") or "part"
+
+
+def _tool_calls(raw: JSONObject, path: str) -> tuple[ToolCall, ...]:
+    calls = enumerate(fields.objects(raw, "tool_calls", path))
+    return tuple(_tool_call(call, f"{path}.tool_calls.{i}") for i, call in calls)
+
+
+def _tool_call(raw: JSONObject, path: str) -> ToolCall:
+    function = fields.mapping(raw, "function", path)
+    arguments = function.get("arguments")
+    if isinstance(arguments, dict):  # some clients echo the parsed object
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    else:
+        arguments = fields.text(function, "arguments", f"{path}.function")
+    return ToolCall(_name(function, f"{path}.function"), arguments or "{}", id=fields.text(raw, "id", path))
+
+
+def _name(function: JSONObject, path: str) -> str:
+    name = fields.text(function, "name", path)
+    if not name:
+        raise BadRequest("expected the function's name", path=f"{path}.name")
+    return name
+
+
+def _tools(body: JSONObject) -> tuple[Tool, ...]:
+    raw = enumerate(fields.objects(body, "tools"))
+    return tuple(_tool(tool, f"tools.{i}") for i, tool in raw if _is_function(tool))
+
+
+def _is_function(tool: JSONObject) -> bool:
+    return tool.get("type", "function") == "function"
+
+
+def _tool(raw: JSONObject, path: str) -> Tool:
+    function = fields.mapping(raw, "function", path) or raw
+    path = f"{path}.function" if function is not raw else path
+    return Tool(
+        _name(function, path),
+        fields.text(function, "description", path),
+        fields.mapping(function, "parameters", path),
+    )
+
+
+def _tool_choice(body: JSONObject, tools: Sequence[Tool]) -> str:
+    choice = body.get("tool_choice")
+    if isinstance(choice, str) or choice is None:
+        mode = {"any": "required"}.get(choice or "auto", choice or "auto")
+        if mode not in ("auto", "none", "required"):
+            raise BadRequest(f"unknown tool choice {mode!r}; use auto, none or required", path="tool_choice")
+        return mode
+    choice = fields.as_object(choice, "tool_choice")
+    if not _is_function(choice):
+        return "auto"  # `allowed_tools` and `custom`: listed as ignored
+    name = _name(fields.mapping(choice, "function", "tool_choice") or choice, "tool_choice.function")
+    if name not in {tool.name for tool in tools}:
+        raise BadRequest(f"no tool is called {name!r}", path="tool_choice.function.name")
+    return name
+
+
+def _sampling(body: JSONObject) -> SamplingParams:
+    temperature, top_p = fields.number(body, "temperature"), fields.number(body, "top_p")
+    longest = fields.integer(body, "max_tokens", least=1)
+    return SamplingParams(
+        temperature=1.0 if temperature is None else temperature,
+        top_p=1.0 if top_p is None else top_p,
+        top_k=fields.integer(body, "top_k") or -1,
+        max_tokens=fields.integer(body, "max_completion_tokens", least=1) or longest,
+        stop=_stop(body),
+        seed=fields.integer(body, "seed"),
+    )
+
+
+def _stop(body: JSONObject) -> tuple[str, ...]:
+    """An empty string would end each reply at once: no client means that."""
+    if isinstance(body.get("stop"), str):
+        return (body["stop"],) if body["stop"] else ()
+    values = fields.items(body, "stop")
+    for i, value in enumerate(values):
+        if not isinstance(value, str):
+            raise BadRequest("expected a string", path=f"stop.{i}")
+    return tuple(value for value in values if value)
+
+
+def _ignored(body: JSONObject) -> tuple[str, ...]:
+    """Paths of what is dropped, positions left out so that they can be counted. Reads a body that was found good."""
+    paths = {key for key, value in body.items() if key not in _READ and _says_something(value)}
+    paths |= {f"tools.*.{tool['type']}" for tool in fields.objects(body, "tools") if not _is_function(tool)}
+    for message in fields.objects(body, "messages"):
+        paths |= {f"messages.*.{k}" for k, v in message.items() if k not in _READ_OF_MESSAGE and _says_something(v)}
+        paths |= {f"messages.*.content.*.{kind}" for kind in _kinds(message.get("content")) if kind not in _TEXT_PARTS}
+    if isinstance(body.get("tool_choice"), dict) and not _is_function(body["tool_choice"]):
+        paths.add("tool_choice")
+    return tuple(sorted(paths))
+
+
+def _kinds(content: Any) -> Iterator[str]:
+    parts = cast("list[Any]", content) if isinstance(content, list) else []
+    return (str(cast("JSONObject", part).get("type") or "part") for part in parts if isinstance(part, dict))
+
+
+def _says_something(value: Any) -> bool:
+    return value not in (None, "", [], {})

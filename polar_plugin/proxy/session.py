@@ -1,0 +1,185 @@
+"""A session: one attempt's ledger of model calls, append-only while open, then sealed for good."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any
+
+import anyio
+
+from ..errors import SessionSealed, UnknownSession
+from ..records import ChatRequest, Completion, CompletionSession, Delivery
+from .gate import Gate
+
+Reply = Callable[[ChatRequest], Awaitable[Completion]]
+"""The token side of one session. Cancelling it aborts the engine's call."""
+
+
+class Session:
+    """Mutable: open, then sealed. Lives on one event loop."""
+
+    def __init__(self, key: str, session_id: str, reply: Reply, gate: Gate, metadata: Mapping[str, Any]) -> None:
+        self.key = key
+        self.session_id = session_id
+        self.metadata = metadata
+        self.counts: Counter[str] = Counter()
+        """`calls`, `recorded`, `retries`, `hangups`, `undelivered`, `refused_sealed`, `malformed_calls`,
+        `errors.<class>`, `ignored.<path>`."""
+        self.called = anyio.Event()
+        """Set at the first model call: `await session.called.wait()` under a deadline shows a harness that hangs."""
+        self.first_call: float | None = None
+        self.last_activity: float | None = None
+        """Unix seconds at which a call last began or ended."""
+        self.last_error: Exception | None = None
+        """What the latest call failed with; None again once one succeeds."""
+        self._reply = reply
+        self._gate = gate
+        self._turns: set[anyio.CancelScope] = set()
+        self._completions: list[Completion] = []
+        self._delivery: dict[str, Delivery] = {}
+        self._ledger: CompletionSession | None = None
+
+    @property
+    def completions(self) -> tuple[Completion, ...]:
+        """What is recorded so far."""
+        return tuple(self._completions)
+
+    @property
+    def delivery(self) -> Mapping[str, Delivery]:
+        """By completion id."""
+        return dict(self._delivery)
+
+    @property
+    def sealed(self) -> bool:
+        return self._ledger is not None
+
+    @property
+    def in_flight(self) -> int:
+        """Turns that are being generated, or held at the gate."""
+        return len(self._turns)
+
+    async def turn(self, request: ChatRequest) -> Completion:
+        """Generate a reply and record it, in one step: what this returns is on the ledger, as PENDING.
+
+        Raises SessionSealed, also when `seal` cancels it under way, and whatever the reply raises. Cancelled or failed,
+        it records nothing.
+        """
+        self._begin(request)
+        try:
+            completion = await self._generate(request)
+        except anyio.get_cancelled_exc_class():
+            self.counts["hangups"] += 1
+            raise
+        except Exception as error:
+            self.last_error = error
+            self.counts[f"errors.{type(error).__name__}"] += 1
+            raise
+        finally:
+            self.last_activity = time.time()
+        self._record(completion)
+        return completion
+
+    def mark(self, completion_id: str, delivery: Delivery) -> None:
+        """Note whether the harness got the answer. Once delivered, an answer stays delivered; a sealed ledger stays."""
+        if not self.sealed and self._delivery[completion_id] is not Delivery.DELIVERED:
+            self._delivery[completion_id] = delivery
+
+    def seal(self) -> CompletionSession:
+        """End the session: turns in flight are cancelled, answers not yet delivered never will be. Idempotent."""
+        if self._ledger is None:
+            self._ledger = self._close_ledger()
+            for scope in list(self._turns):
+                scope.cancel()
+        return self._ledger
+
+    def _begin(self, request: ChatRequest) -> None:
+        if self.sealed:
+            self.counts["refused_sealed"] += 1
+            raise SessionSealed(f"session {self.session_id} is over; start a new attempt")
+        self.last_activity = time.time()
+        self.first_call = self.last_activity if self.first_call is None else self.first_call
+        self.called.set()
+        self.counts["calls"] += 1
+        self.counts["retries"] += request.retry
+        self.counts.update(f"ignored.{path}" for path in request.ignored)
+
+    async def _generate(self, request: ChatRequest) -> Completion:
+        with anyio.CancelScope() as scope:
+            self._turns.add(scope)
+            try:
+                await self._gate.passed()
+                completion = await self._reply(request)
+            finally:
+                self._turns.discard(scope)
+            if not self.sealed:
+                return completion
+        raise SessionSealed(f"session {self.session_id} was sealed while the call was under way")
+
+    def _record(self, completion: Completion) -> None:
+        self.last_error = None
+        self.counts["recorded"] += 1
+        self.counts["malformed_calls"] += completion.malformed_calls
+        self._completions.append(completion)
+        self._delivery[completion.id] = Delivery.PENDING
+
+    def _close_ledger(self) -> CompletionSession:
+        lost = {Delivery.PENDING: Delivery.UNDELIVERED}
+        delivery = {key: lost.get(value, value) for key, value in self._delivery.items()}
+        self.counts["undelivered"] = sum(value is Delivery.UNDELIVERED for value in delivery.values())
+        return CompletionSession(
+            session_id=self.session_id,
+            completions=self.completions,
+            delivery=delivery,
+            task_id=str(self.metadata.get("task_id", "")),
+            metadata=dict(self.metadata),
+            counts={name: count for name, count in self.counts.items() if count},
+        )
+
+
+class SessionTable:
+    """The open sessions by key. Keys of closed ones are remembered, so that a straggler is told what happened."""
+
+    def __init__(self, *, remembered: int = 10_000) -> None:
+        self.gate = Gate()
+        self._open: dict[str, Session] = {}
+        self._closed: dict[str, str] = {}
+        self._remembered = remembered
+
+    def open(self, session_id: str, reply: Reply, metadata: Mapping[str, Any] | None = None) -> Session:
+        """A new session under a key that nobody can guess."""
+        session = Session(secrets.token_urlsafe(24), session_id, reply, self.gate, metadata or {})
+        self._open[session.key] = session
+        return session
+
+    def get(self, key: str) -> Session:
+        """Raises UnknownSession, or SessionSealed where the key was one of ours."""
+        session = self._open.get(key)
+        if session is not None:
+            return session
+        if key in self._closed:
+            raise SessionSealed(f"session {self._closed[key]} is over; start a new attempt")
+        raise UnknownSession(
+            "no session has this key; send the session's key as the API key (Authorization: Bearer, x-api-key, "
+            "x-goog-api-key, ?key=) or in the URL as /s/KEY/..."
+        )
+
+    def find(self, keys: Iterable[str]) -> Session:
+        """The session of the first key that is one of ours: harnesses may send a placeholder beside it."""
+        candidates = list(keys)
+        known = (key for key in candidates if key in self._open or key in self._closed)
+        return self.get(next(known, ""))
+
+    def close(self, session: Session) -> CompletionSession:
+        """Seal it and forget all but its key. Idempotent."""
+        if self._open.pop(session.key, None) is not None:
+            self._closed[session.key] = session.session_id
+            while len(self._closed) > self._remembered:
+                del self._closed[next(iter(self._closed))]
+        return session.seal()
+
+    def close_all(self) -> None:
+        for session in list(self._open.values()):
+            self.close(session)

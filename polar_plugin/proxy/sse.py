@@ -1,0 +1,30 @@
+"""Server-sent events as bytes. Pure.
+
+All JSON that leaves the proxy is ASCII: other characters are written as \\u escapes. A harness that decodes each
+network chunk by itself then cannot damage a character that lies across two of them, a reader that breaks lines at
+U+2028 stays in step, and a lone surrogate, which UTF-8 cannot carry, is carried.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from .codec import Event
+
+COMMENT = b": keep-alive\n\n"
+"""A comment: every conforming reader skips it, and its bytes keep idle timers from firing."""
+
+DONE = "[DONE]"
+
+
+def to_json(value: Any) -> bytes:
+    """Compact ASCII JSON. Raises ValueError on NaN and infinity, which JSON does not have."""
+    return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode("ascii")
+
+
+def encode(event: Event) -> bytes:
+    """One event with its `event:` line, where it has a name, and the blank line that ends it."""
+    data = event.data.encode() if isinstance(event.data, str) else to_json(event.data)
+    name = f"event: {event.name}\n".encode() if event.name else b""
+    return name + b"data: " + data + b"\n\n"

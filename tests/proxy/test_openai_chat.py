@@ -1,0 +1,320 @@
+"""The OpenAI Chat dialect as a pure codec."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polar_plugin.proxy import sse
+from polar_plugin.proxy.codec import Event, Incoming
+from polar_plugin.proxy.openai_chat import OpenAIChat
+from polar_plugin.records import ChatRequest, FinishReason, Message, SamplingParams, Tool, ToolCall
+
+from .scripted import HELLO, completion_of, say
+
+DIALECT = OpenAIChat()
+USER = {"role": "user", "content": "hi"}
+
+
+def decode(headers: dict[str, str] | None = None, **body: Any) -> ChatRequest:
+    return DIALECT.decode(Incoming("/v1/chat/completions", headers or {}, {}, {"messages": [USER], **body}))
+
+
+def messages(*raw: dict[str, Any]) -> tuple[Message, ...]:
+    return decode(messages=list(raw)).messages
+
+
+def call(name: str, arguments: Any, call_id: str = "c1") -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+# --- requests --------------------------------------------------------------------------------------------------------
+
+
+def test_developer_and_system_turns_stay_where_they_stand() -> None:
+    got = messages({"role": "developer", "content": "a"}, USER, {"role": "system", "content": "b"})
+    assert got == (Message("system", "a"), Message("user", "hi"), Message("system", "b"))
+
+
+def test_parts_are_lines_of_a_user_but_pieces_of_an_assistant() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    got = messages({"role": "user", "content": parts}, {"role": "assistant", "content": parts})
+    assert got == (Message("user", "one\ntwo"), Message("assistant", "onetwo"))
+
+
+@pytest.mark.parametrize("content", ["hi", [{"type": "text", "text": "hi"}], ["hi"]], ids=["text", "part", "bare"])
+def test_a_text_and_a_list_of_one_text_are_the_same_message(content: Any) -> None:
+    assert messages({"role": "user", "content": content}) == (Message("user", "hi"),)
+
+
+@pytest.mark.parametrize(
+    ("part", "placeholder", "path"),
+    [
+        ({"type": "image_url", "image_url": {"url": "data:"}}, "[image omitted]", "messages.*.content.*.image_url"),
+        ({"type": "input_audio", "input_audio": {}}, "[audio omitted]", "messages.*.content.*.input_audio"),
+        ({"type": "file", "file": {}}, "[file omitted]", "messages.*.content.*.file"),
+        ({"odd": 1}, "[part omitted]", "messages.*.content.*.part"),
+    ],
+)
+def test_a_part_that_is_no_text_leaves_a_placeholder_and_is_counted(part: Any, placeholder: str, path: str) -> None:
+    got = decode(messages=[{"role": "user", "content": [{"type": "text", "text": "see"}, part]}])
+    assert got.messages == (Message("user", f"see\n{placeholder}"),)
+    assert got.ignored == (path,)
+
+
+def test_a_tool_result_is_told_the_function_that_its_call_named() -> None:
+    got = messages(
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [call("bash", "{}", "a"), call("read", "{}", "b")]},
+        {"role": "tool", "tool_call_id": "b", "content": "B"},
+        {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "A"}], "name": "sh"},
+        {"role": "tool", "tool_call_id": "z", "content": None, "name": "lost"},
+    )
+    assert [(m.name, m.content, m.tool_call_id) for m in got[2:]] == [
+        ("read", "B", "b"),
+        ("bash", "A", "a"),
+        ("lost", "", "z"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [('{"a":  1}', '{"a":  1}'), ("", "{}"), (None, "{}"), ({"a": "é"}, '{"a": "é"}'), ("no json", "no json")],
+)
+def test_arguments_are_kept_as_written(arguments: Any, read: str) -> None:
+    (message,) = messages({"role": "assistant", "tool_calls": [call("f", arguments)]})
+    assert message.tool_calls[0].arguments == read
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_reasoning_is_read_under_both_of_its_names(field: str) -> None:
+    got = decode(messages=[{"role": "assistant", "content": "4", field: "2+2"}])
+    assert got.messages == (Message("assistant", "4", "2+2"),)
+    assert got.ignored == ()
+
+
+def test_tools_are_read_in_both_forms_and_other_kinds_are_counted() -> None:
+    schema = {"type": "object", "properties": {"x": {"type": "string"}}}
+    got = decode(
+        tools=[
+            {"type": "function", "function": {"name": "f", "description": "F", "parameters": schema, "strict": None}},
+            {"type": "function", "name": "g"},
+            {"type": "custom", "custom": {"name": "h"}},
+        ]
+    )
+    assert got.tools == (Tool("f", "F", schema), Tool("g"))
+    assert got.ignored == ("tools.*.custom",)
+
+
+@pytest.mark.parametrize(
+    ("choice", "read"),
+    [
+        (None, "auto"),
+        ("auto", "auto"),
+        ("none", "none"),
+        ("required", "required"),
+        ({"type": "function", "function": {"name": "f"}}, "f"),
+        ({"type": "allowed_tools", "allowed_tools": {}}, "auto"),
+    ],
+)
+def test_tool_choice(choice: Any, read: str) -> None:
+    assert decode(tools=[{"type": "function", "function": {"name": "f"}}], tool_choice=choice).tool_choice == read
+
+
+def test_what_the_harness_asked_of_sampling_is_recorded() -> None:
+    got = decode(temperature=0, top_p=0.9, top_k=20, max_tokens=9, stop="END", seed=7, n=1, stream=True, model="m")
+    assert got.sampling == SamplingParams(0.0, 0.9, 20, 9, ("END",), 7)
+    assert (got.stream, got.model, got.api, got.ignored) == (True, "m", "openai_chat", ())
+
+
+def test_what_is_not_asked_is_left_at_its_default() -> None:
+    unset = dict.fromkeys(
+        ["temperature", "top_p", "max_tokens", "max_completion_tokens", "stop", "seed", "n", "stream"]
+    )
+    assert decode(**unset) == decode(stop=[""]) == ChatRequest((Message("user", "hi"),), api="openai_chat")
+
+
+def test_the_newer_name_of_max_tokens_wins() -> None:
+    assert decode(max_tokens=5, max_completion_tokens=6.0).sampling.max_tokens == 6
+
+
+@pytest.mark.parametrize(("header", "retry"), [("0", False), ("1", True), ("2", True)])
+def test_the_sdks_retry_header_marks_a_retry(header: str, retry: bool) -> None:
+    assert decode({"x-stainless-retry-count": header}).retry is retry
+
+
+def test_unknown_fields_are_dropped_and_named_once() -> None:
+    got = decode(
+        store=False,
+        functions=[{"name": "legacy"}],
+        metadata={},
+        response_format={"type": "json_object"},
+        messages=[{**USER, "name": "bob", "weight": 1}, {**USER, "weight": 0, "refusal": None}],
+    )
+    assert got.ignored == ("functions", "messages.*.weight", "response_format", "store")
+    assert len(got.messages) == 2
+
+
+def test_decoding_changes_nothing_in_the_body() -> None:
+    body = {"messages": [{"role": "assistant", "tool_calls": [call("f", {"a": 1})]}], "tools": [], "stop": ["x", ""]}
+    before = json.dumps(body)
+    DIALECT.decode(Incoming("", {}, {}, body))
+    assert json.dumps(body) == before
+
+
+# --- replies: a strict state machine over any of them ----------------------------------------------------------------
+
+any_text = st.text(st.characters(exclude_categories=())).flatmap(
+    lambda text: st.sampled_from([1, 1, 1, 900]).map(lambda times: text * times)
+)
+any_call = st.builds(
+    ToolCall,
+    name=st.text(min_size=1),
+    arguments=st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists).map(json.dumps)
+    | st.just(""),
+    id=st.uuids().map(str),
+)
+any_reply = st.builds(
+    Message, role=st.just("assistant"), content=any_text, reasoning=any_text, tool_calls=st.lists(any_call).map(tuple)
+)
+
+
+def as_read(text: str) -> str:
+    """As any JSON reader gets it: the two halves of a surrogate pair, side by side, are one character."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+
+
+def on_the_wire(events: Iterator[Event]) -> list[Any]:
+    """What a client reads from the bytes: JSON of each event, or its literal."""
+    read: list[Any] = []
+    for frame in b"".join(map(sse.encode, events)).decode("ascii").removesuffix("\n\n").split("\n\n"):
+        assert frame.startswith("data: ")
+        assert "\n" not in frame
+        data = frame.removeprefix("data: ")
+        read.append(data if data == "[DONE]" else json.loads(data))
+    return read
+
+
+class StreamReader:
+    """Accepts a stream only in the order in which the API sends one, and puts the message together."""
+
+    def __init__(self, frames: list[Any], *, usage: bool) -> None:
+        *chunks, done = frames
+        assert done == "[DONE]"
+        assert "[DONE]" not in chunks
+        assert len({(c["id"], c["created"], c["model"], c["object"]) for c in chunks}) == 1
+        if usage:
+            self.usage = chunks.pop()
+            assert self.usage["choices"] == []
+            assert all(c["usage"] is None for c in chunks)
+        else:
+            assert all("usage" not in c for c in chunks)
+        self.stage = 0
+        self.content = self.reasoning = ""
+        self.calls: list[dict[str, str]] = []
+        first, *middle, last = [self.choice(c) for c in chunks]
+        assert first in ({"role": "assistant", "content": ""}, {"role": "assistant", "content": None})
+        self.starts_empty = first["content"] is None
+        for delta in middle:
+            self.read(delta)
+        assert last == {}
+        self.finish = chunks[-1]["choices"][0]["finish_reason"]
+        assert [c["choices"][0]["finish_reason"] for c in chunks[:-1]] == [None] * (len(chunks) - 1)
+
+    def choice(self, chunk: Any) -> Any:
+        (choice,) = chunk["choices"]
+        assert choice.keys() == {"index", "delta", "finish_reason", "logprobs"}
+        assert choice["index"] == 0
+        return choice["delta"]
+
+    def read(self, delta: Any) -> None:
+        ((kind, value),) = delta.items()
+        stage = ["reasoning_content", "content", "tool_calls"].index(kind)
+        assert stage >= self.stage
+        self.stage = stage
+        if kind == "tool_calls":
+            self.read_call(*value)
+            return
+        assert 0 < len(value) <= 1024
+        if kind == "content":
+            self.content += value
+        else:
+            self.reasoning += value
+
+    def read_call(self, piece: Any) -> None:
+        function = piece["function"]
+        if piece["index"] == len(self.calls):
+            assert piece.keys() == {"index", "id", "type", "function"}
+            assert piece["type"] == "function"
+            assert function == {"name": function["name"], "arguments": ""}
+            self.calls.append({"id": piece["id"], "name": function["name"], "arguments": ""})
+            return
+        assert piece["index"] == len(self.calls) - 1
+        assert piece.keys() == {"index", "function"}
+        assert function.keys() == {"arguments"}
+        assert function["arguments"]
+        self.calls[-1]["arguments"] += function["arguments"]
+
+
+@settings(deadline=None)
+@given(any_reply, st.booleans(), st.sampled_from(FinishReason))
+def test_any_reply_streams_in_the_order_of_the_api_and_adds_up_to_itself(
+    reply: Message, usage: bool, finish: FinishReason
+) -> None:
+    incoming = Incoming("", {}, {}, HELLO | {"stream_options": {"include_usage": usage}})
+    completion = completion_of(reply, DIALECT.decode(incoming), finish=finish)
+    got = StreamReader(on_the_wire(DIALECT.events(completion, incoming)), usage=usage)
+    assert (as_read(got.content), as_read(got.reasoning)) == (as_read(reply.content), as_read(reply.reasoning))
+    assert [(as_read(c["name"]), c["arguments"], c["id"]) for c in got.calls] == [
+        (as_read(c.name), c.arguments or "{}", c.id) for c in reply.tool_calls
+    ]
+    assert got.starts_empty == bool(reply.tool_calls and not reply.content)
+    whole = DIALECT.encode(completion, incoming)
+    assert got.finish == whole["choices"][0]["finish_reason"]
+    if usage:
+        assert got.usage["usage"] == whole["usage"]
+
+
+@settings(deadline=None)
+@given(any_reply)
+def test_the_whole_reply_read_back_is_the_reply(reply: Message) -> None:
+    incoming = Incoming("", {}, {}, HELLO)
+    completion = completion_of(reply, DIALECT.decode(incoming))
+    wire = json.loads(sse.to_json(DIALECT.encode(completion, incoming)))["choices"][0]["message"]
+    (echoed,) = messages(wire)
+    assert as_read(echoed.content) == as_read(reply.content)
+    assert as_read(echoed.reasoning) == as_read(reply.reasoning)
+    assert [c.arguments for c in echoed.tool_calls] == [c.arguments or "{}" for c in reply.tool_calls]
+    assert [c.id for c in echoed.tool_calls] == [c.id for c in reply.tool_calls]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda e: e[:-1],
+        lambda e: e[1:],
+        lambda e: [*e, e[-1]],
+        lambda e: [e[0], *reversed(e[1:-2]), *e[-2:]],
+        lambda e: [*e[:-4], e[-3], e[-4], *e[-2:]],
+        lambda e: [e[0], e[-2], *e[1:]],
+    ],
+    ids=["no end", "no beginning", "two ends", "order", "a piece before its head", "finished twice"],
+)
+def test_control_the_state_machine_rejects_a_spoiled_stream(spoil: Any) -> None:
+    incoming = Incoming("", {}, {}, HELLO)
+    reply = say("text", "thought", ToolCall("f", "{}", "1"), ToolCall("g", "{}", "2"))
+    events = list(DIALECT.events(completion_of(reply, DIALECT.decode(incoming)), incoming))
+    StreamReader(on_the_wire(iter(events)), usage=False)
+    with pytest.raises((AssertionError, ValueError)):
+        StreamReader(on_the_wire(iter(spoil(events))), usage=False)
+
+
+def test_a_reply_id_carries_the_apis_prefix_once() -> None:
+    incoming = Incoming("", {}, {}, HELLO)
+    completion = completion_of(say("x"), DIALECT.decode(incoming))
+    assert DIALECT.encode(completion, incoming)["id"] == "chatcmpl-c1"
