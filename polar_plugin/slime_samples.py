@@ -1,0 +1,350 @@
+"""Trajectories to slime's samples: one a trace, all of a session under one `rollout_id`. No I/O.
+
+Samples are copies of the data source's own, so their class is slime's where slime is there. `SampleLike`, `TrainOutput`
+and `EvalOutput` are the contract written down, for use without it: fields are named and typed as slime's
+(`slime/utils/types.py`, `slime/rollout/base_types.py`), and the hooks set no others.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+from __future__ import annotations
+
+import copy
+import enum
+import importlib
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, cast
+
+import numpy as np
+
+from .errors import ConfigError, EvaluationError, MergeError
+from .records import FinishReason, Message, Status, Trace, Trajectory, VersionSpan
+
+METADATA_KEY = "polar"
+"""Where a sample's metadata says which session it is of."""
+
+
+class SampleStatus(enum.Enum):
+    """slime's `Sample.Status`."""
+
+    PENDING = "pending"
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+@dataclass
+class SampleLike:
+    """slime's `Sample`, as far as we fill it."""
+
+    Status: ClassVar[type[SampleStatus]] = SampleStatus
+    group_index: int | None = None
+    """The prompt."""
+    index: int | None = None
+    rollout_id: int | None = None
+    """The session: unit of optimiser steps and of the loss's mean."""
+    prompt: str | list[dict[str, Any]] = ""
+    tokens: list[int] = field(default_factory=list[int])
+    """Prompt and response."""
+    response: str = ""
+    response_length: int = 0
+    label: Any = None
+    reward: float | dict[str, Any] | None = None
+    loss_mask: list[int] | None = None
+    """0 or 1 a response token."""
+    weight_versions: list[str] = field(default_factory=list[str])
+    rollout_log_probs: list[float] | None = None
+    """A response token each; 0.0 where the mask is 0."""
+    remove_sample: bool = False
+    """Its mask counts as zeros. It keeps its place in the batch size; our baseline leaves it out."""
+    status: SampleStatus = SampleStatus.PENDING
+    metadata: dict[str, Any] = field(default_factory=dict[str, Any])
+    session_id: str | None = None
+    non_generation_time: float = 0.0
+
+    def get_reward_value(self, args: Any) -> Any:
+        return self.reward if not args.reward_key else cast("dict[str, Any]", self.reward)[args.reward_key]
+
+
+@dataclass
+class TrainOutput:
+    """slime's `RolloutFnTrainOutput`: samples as prompt x session x trace."""
+
+    samples: list[list[list[Any]]]
+    metrics: dict[str, Any] | None = None
+
+
+@dataclass
+class EvalOutput:
+    """slime's `RolloutFnEvalOutput`: by dataset `rewards`, `truncated` (one a session) and `samples` (one a trace)."""
+
+    data: dict[str, dict[str, Any]]
+    metrics: dict[str, Any] | None = None
+
+
+_STATUS = {
+    Status.COMPLETED: "completed",
+    Status.TRUNCATED: "truncated",
+    Status.TIMED_OUT: "truncated",
+    Status.FAILED: "failed",
+    Status.INFRA_ERROR: "aborted",
+    Status.ABORTED: "aborted",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What the trainer asks of samples."""
+
+    reward_key: str | None = None
+    max_tokens: int | None = None
+    """The longest trace the trainer takes; None: any."""
+    on_timeout: Literal["train", "exclude"] = "train"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SessionSamples:
+    """One session as the trainer gets it."""
+
+    trajectory: Trajectory
+    samples: list[Any]
+    """One a trace; a single placeholder without a trained token where there is none to train."""
+    reward: float
+    excluded: str = ""
+    """Why it leaves the baseline; "" where it counts."""
+    dropped: Mapping[str, int] = field(default_factory=dict[str, int])
+    """What is not trained, by reason: `over_long_traces`, `over_long_tokens`, `untrained_traces`, `sessions`."""
+
+
+def convert(trajectory: Trajectory, slot: Any, rollout_id: int, how: Conversion) -> SessionSamples:
+    """The samples of one session. `slot` is the data source's sample for it: copied, never changed.
+
+    Every trace carries the session's whole outcome reward; the baseline is taken over sessions, so the number of
+    traces must not enter. An excluded session, and one with nothing left to train, becomes a placeholder, so that the
+    number of sessions stays what slime's batch size counts on.
+    """
+    excluded = exclusion(trajectory, how.on_timeout)
+    traces, dropped = ((), Counter[str]()) if excluded else _trainable(trajectory.traces, how.max_tokens)
+    reward = 0.0 if excluded else float(cast("float", trajectory.reward))
+    if excluded:
+        dropped["sessions"] += 1
+    common = _common(trajectory, slot, rollout_id, _keyed(reward, how), excluded)
+    process = _process_rewards(trajectory)
+    samples = [_sample(common, trace, position, process) for position, trace in traces] or [_placeholder(common)]
+    return SessionSamples(trajectory, samples, reward, excluded, dict(dropped))
+
+
+def exclusion(trajectory: Trajectory, on_timeout: Literal["train", "exclude"]) -> str:
+    """Why the session says nothing about the policy; "" where it does."""
+    if not trajectory.status.gradable:
+        return trajectory.status.value
+    if trajectory.status is Status.TIMED_OUT and on_timeout == "exclude":
+        return trajectory.status.value
+    if trajectory.reward is None or not math.isfinite(trajectory.reward):
+        return "ungraded"
+    return "" if trajectory.traces else "no_traces"
+
+
+def validate(groups: Sequence[Sequence[SessionSamples]]) -> None:
+    """Check all that slime takes on trust; raises MergeError that names the session."""
+    owners: dict[Any, str] = {}
+    for session in (session for group in groups for session in group):
+        name = session.trajectory.attempt.session_id
+        if not session.samples:
+            raise MergeError(f"session {name}: no sample, not even a placeholder")
+        for position, sample in enumerate(session.samples):
+            if fault := _fault(sample):
+                raise MergeError(f"session {name}, trace {position}: {fault}")
+            owner = owners.setdefault(session_of(sample), name)
+            if owner != name:
+                raise MergeError(f"sessions {owner} and {name} share the rollout id {session_of(sample)}")
+
+
+def session_metadata(sample: Any) -> dict[str, Any]:
+    """What `convert` told about the sample's session; empty for a sample that is not ours."""
+    return cast("dict[str, Any]", (sample.metadata or {}).get(METADATA_KEY) or {})
+
+
+def session_of(sample: Any) -> Any:
+    """The session id under the name this slime has for it."""
+    return getattr(sample, session_field(sample))
+
+
+def session_field(sample: Any) -> str:
+    """`rollout_id`, or `group_id` in slime v0.3.0, where the other name raises on reading."""
+    names = getattr(type(sample), "__dataclass_fields__", {})
+    for name in ("rollout_id", "group_id"):
+        if name in names:
+            return name
+    raise ConfigError(f"{type(sample).__name__} has no session id (`rollout_id`): slime v0.3.0 or later is needed")
+
+
+def _trainable(traces: Sequence[Trace], limit: int | None) -> tuple[Sequence[tuple[int, Trace]], Counter[str]]:
+    """The traces that train something, with their positions, cut to `limit` tokens."""
+    kept: list[tuple[int, Trace]] = []
+    dropped = Counter[str]()
+    for position, trace in enumerate(traces):
+        cut = _clipped(trace, limit)
+        dropped["over_long_tokens"] += trace.trained - (cut.trained if cut else 0)
+        if cut and cut.trained:
+            kept.append((position, cut))
+        else:
+            dropped["over_long_traces" if trace.trained else "untrained_traces"] += 1
+    return kept, +dropped
+
+
+def _clipped(trace: Trace, limit: int | None) -> Trace | None:
+    """Its first `limit` tokens, still exact since they depend on nothing behind; None where no response is left."""
+    if limit is None or len(trace.prompt_ids) + len(trace.response_ids) <= limit:
+        return trace
+    room = limit - len(trace.prompt_ids)
+    if room < 1:
+        return None
+    return replace(
+        trace,
+        response_ids=trace.response_ids[:room],
+        loss_mask=trace.loss_mask[:room],
+        response_logprobs=trace.response_logprobs[:room],
+        versions=_first(trace.versions, room),
+        finish_reason=FinishReason.LENGTH,
+    )
+
+
+def _first(spans: Sequence[VersionSpan], room: int) -> tuple[VersionSpan, ...]:
+    kept: list[VersionSpan] = []
+    for span in spans:
+        if room <= 0:
+            break
+        kept.append(replace(span, count=min(span.count, room)))
+        room -= span.count
+    return tuple(kept)
+
+
+def _common(trajectory: Trajectory, slot: Any, rollout_id: int, reward: Any, excluded: str) -> Any:
+    """A copy of `slot` with what all samples of the session share."""
+    attempt = trajectory.attempt
+    sample = copy.copy(slot)
+    setattr(sample, session_field(sample), rollout_id)
+    sample.group_index = attempt.group_index
+    sample.index = attempt.index if slot.index is None else slot.index
+    sample.session_id = attempt.session_id
+    sample.reward = reward
+    sample.status = type(slot).Status(_STATUS[trajectory.status])
+    sample.remove_sample = bool(excluded)
+    sample.non_generation_time = _non_generation_time(trajectory)
+    sample.metadata = {
+        **(slot.metadata or {}),
+        METADATA_KEY: {
+            "session_id": attempt.session_id,
+            "task_id": attempt.task.task_id,
+            "harness": attempt.task.agent.plugin,
+            "builder": attempt.task.builder.strategy,
+            "status": trajectory.status.value,
+            "excluded": excluded,
+        },
+    }
+    return sample
+
+
+def _sample(common: Any, trace: Trace, position: int, process: Sequence[float] | None) -> Any:
+    sample = _copy(common, role=trace.role.value, break_reason=trace.metadata.get("break_reason", ""), trace=position)
+    if process is not None:
+        sample.metadata[METADATA_KEY]["process_reward"] = process[position]
+    if trace.finish_reason is FinishReason.LENGTH and sample.status is type(sample).Status.COMPLETED:
+        sample.status = type(sample).Status.TRUNCATED
+    sample.tokens = np.concatenate([trace.prompt_ids, trace.response_ids]).tolist()
+    sample.response = _text(trace.response_messages)
+    sample.response_length = len(trace.response_ids)
+    sample.loss_mask = trace.loss_mask.astype(int).tolist()
+    sample.rollout_log_probs = trace.response_logprobs.tolist()
+    sample.weight_versions = [span.version for span in trace.versions if span.version]
+    return sample
+
+
+def _placeholder(common: Any) -> Any:
+    """Holds a session's place in the batch: one prompt token, one response token, nothing trained."""
+    sample = _copy(common)
+    sample.tokens, sample.response, sample.response_length = [0, 0], "", 1
+    sample.loss_mask, sample.rollout_log_probs, sample.weight_versions = [0], [0.0], []
+    sample.remove_sample = True
+    return sample
+
+
+def _copy(common: Any, **told: Any) -> Any:
+    """A copy that shares nothing its owner may change in place."""
+    sample = copy.copy(common)
+    for counters in ("spec_info", "prefix_cache_info"):
+        if hasattr(sample, counters):
+            setattr(sample, counters, type(getattr(sample, counters))())
+    sample.metadata = {**common.metadata, METADATA_KEY: {**common.metadata[METADATA_KEY], **told}}
+    return sample
+
+
+def _keyed(reward: float, how: Conversion) -> Any:
+    return {how.reward_key: reward} if how.reward_key else reward
+
+
+def _process_rewards(trajectory: Trajectory) -> Sequence[float] | None:
+    rewards = trajectory.evaluation.trace_rewards if trajectory.evaluation else None
+    if rewards is not None and len(rewards) != len(trajectory.traces):
+        raise EvaluationError(
+            f"session {trajectory.attempt.session_id}: the evaluator gave {len(rewards)} trace rewards for "
+            f"{len(trajectory.traces)} traces"
+        )
+    return rewards
+
+
+def _non_generation_time(trajectory: Trajectory) -> float:
+    """Seconds in which no completion was being sampled; without a session, those of all stages but the agent's."""
+    timings = trajectory.timings
+    if trajectory.session is None:
+        return sum(seconds for stage, seconds in timings.items() if stage not in ("agent", "total"))
+    generating = sum(completion.ended - completion.started for completion in trajectory.session.completions)
+    return max(0.0, timings.get("total", 0.0) - generating)
+
+
+def _text(messages: Sequence[Message]) -> str:
+    """For logs only: training reads ids."""
+    parts = [
+        part
+        for message in messages
+        for part in (message.reasoning, message.content, *(f"{c.name}({c.arguments})" for c in message.tool_calls))
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def _fault(sample: Any) -> str:
+    """What slime's conversion or its trainer would trip over, or train wrongly on, without saying where."""
+    length, mask, log_probs = sample.response_length, sample.loss_mask, sample.rollout_log_probs
+    if not isinstance(sample.tokens, list) or not 1 <= length < len(sample.tokens):
+        return (
+            f"{length} response tokens of {len(sample.tokens)}: at least one prompt and one response token are needed"
+        )
+    if mask is None or len(mask) != length or not set(mask) <= {0, 1}:
+        return f"the loss mask must be {length} zeros and ones"
+    if log_probs is None or len(log_probs) != length or not np.isfinite(log_probs).all():
+        return f"the log-probabilities must be {length} finite numbers"
+    if min(sample.tokens) < 0:
+        return "negative token id"
+    rewards = sample.reward.values() if isinstance(sample.reward, dict) else [sample.reward]
+    if not all(isinstance(reward, float) and math.isfinite(reward) for reward in rewards):
+        return f"the reward {sample.reward!r} is not a finite float"
+    return "" if isinstance(sample.response, str) else "the response must be a str"
+
+
+def sample_class() -> Any:
+    """slime's `Sample`, or SampleLike where slime is absent."""
+    try:
+        return importlib.import_module("slime.utils.types").Sample
+    except ImportError:
+        return SampleLike
+
+
+def output_class(name: Literal["RolloutFnTrainOutput", "RolloutFnEvalOutput"], sample: Any) -> Any:
+    """slime's own where `sample` is slime's: any other class it would take for the samples themselves."""
+    if any(base.__module__ == "slime.utils.types" for base in type(sample).__mro__):
+        return getattr(importlib.import_module("slime.rollout.base_types"), name)
+    return TrainOutput if name == "RolloutFnTrainOutput" else EvalOutput
