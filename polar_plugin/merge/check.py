@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -10,65 +12,108 @@ from numpy.typing import NDArray
 
 from ..errors import MergeError
 from ..records import Completion, CompletionSession, TokenIds, Trace, VersionSpan
-from .chains import same
-from .traces import untrained
+from .chains import extends, same
+from .traces import version_spans
+from .untrained import Policy, Untrained, untrained
 
 Decode = Callable[[TokenIds], str]
+_AROUND = 8  # tokens shown on either side of a difference
 
 
 def check(
     traces: Sequence[Trace],
     session: CompletionSession,
+    policy: Policy | None = None,
     *,
-    max_trace_tokens: int | None = None,
     decode: Decode | None = None,
 ) -> None:
     """Verify that the traces say exactly what was sampled; raises MergeError with the first differing position.
 
-    * a trace's tokens up to a completion's end are that completion's prompt ‖ output, and its trained tokens have the
-      recorded log-probabilities and weight versions;
-    * no token is trained that no completion of the trace sampled;
-    * each completion is trained exactly once, or in no trace for a counted reason (`max_trace_tokens`: the builder's).
+    * a trace's tokens up to the end of each completion that it trains are that completion's prompt ‖ output, and end
+      with the last one's;
+    * its loss mask is True on what they sampled and nowhere else; log-probabilities (0.0 elsewhere), weight versions
+      ("" elsewhere) and the finish reason are the recorded ones;
+    * each completion that sampled anything is trained exactly once, or in no trace for a reason of `untrained`, so that
+      sampled tokens = trained + untrained.
+
+    `policy` is the builder's (`PrefixMerging.policy`). Messages show token ids, or with `decode` their text.
     """
     known = {completion.id: completion for completion in session.completions}
-    seen: set[str] = set()
+    if len(known) != len(session.completions):
+        raise MergeError(f"session {session.session_id}: completions share an id")
     for position, trace in enumerate(traces):
-        _check_trace(trace, [_known(known, name, position) for name in trace.completion_ids], position, decode)
-        for name in trace.completion_ids:
-            if name in seen:
-                raise MergeError(f"completion {name} is trained twice, the second time in trace {position}")
-            seen.add(name)
-    _check_complete(session, seen, max_trace_tokens)
+        trained = [_known(known, name, position) for name in trace.completion_ids]
+        _check_trace(trace, trained, f"trace {position}", decode)
+    _check_once(traces, session, untrained(session, policy))
 
 
-def _known(known: dict[str, Completion], name: str, position: int) -> Completion:
+def _known(known: Mapping[str, Completion], name: str, position: int) -> Completion:
     if name not in known:
         raise MergeError(f"trace {position} trains completion {name}, which the session does not have")
     return known[name]
 
 
-def _check_trace(trace: Trace, completions: Sequence[Completion], position: int, decode: Decode | None) -> None:
-    if not completions:
-        raise MergeError(f"trace {position} trains nothing")
-    start, last = len(trace.prompt_ids), completions[-1]
-    tokens = np.concatenate((trace.prompt_ids, trace.response_ids))
-    recorded = np.concatenate((last.prompt_ids, last.generation.output_ids))
-    _check_tokens(tokens, recorded, f"trace {position}, completion {last.id}", decode)
+def _check_trace(trace: Trace, trained: Sequence[Completion], where: str, decode: Decode | None) -> None:
+    if not trained:
+        raise MergeError(f"{where} trains nothing")
+    last, start = trained[-1], len(trace.prompt_ids)
+    _check_sequence(trace, last, f"{where}, completion {last.id}", decode)
     loss_mask = np.zeros(len(trace.response_ids), np.bool_)
     logprobs = np.zeros(len(trace.response_ids), np.float32)
-    for completion in completions:
-        where = f"trace {position}, completion {completion.id}"
-        begin, end = len(completion.prompt_ids), completion.length
-        if begin < start:
-            raise MergeError(f"{where} does not lie within the trace")
-        if not same(last.prompt_ids[:begin], completion.prompt_ids):
-            _check_tokens(tokens[:begin], completion.prompt_ids, f"{where}, prompt", decode)
-        _check_tokens(tokens[begin:end], completion.generation.output_ids, f"{where}, output", decode)
-        loss_mask[begin - start : end - start] = True
-        logprobs[begin - start : end - start] = completion.generation.logprobs
-    _check_equal(trace.loss_mask, loss_mask, f"trace {position}: loss mask")
-    _check_equal(trace.response_logprobs, logprobs, f"trace {position}: log-probability")
-    _check_versions(trace, completions, position)
+    for before, completion in pairwise((None, *trained)):
+        assert completion
+        begin, end = len(completion.prompt_ids) - start, completion.length - start
+        if begin < 0 or end > len(logprobs):
+            raise MergeError(f"{where}, completion {completion.id}: its output does not lie within the response")
+        if before:
+            _check_extends(completion, before, where, decode)
+        loss_mask[begin:end] = True
+        logprobs[begin:end] = completion.generation.logprobs
+    _check_equal(trace.loss_mask, loss_mask, f"{where}: loss mask")
+    if not np.isfinite(logprobs).all():
+        at = int(np.flatnonzero(~np.isfinite(logprobs))[0])
+        raise MergeError(f"{where}: log-probability at response token {at} is {logprobs[at]}: it cannot be trained")
+    _check_equal(trace.response_logprobs, logprobs, f"{where}: log-probability")
+    _check_ends(trace, trained, where)
+
+
+def _check_sequence(trace: Trace, last: Completion, where: str, decode: Decode | None) -> None:
+    """The trace's prompt ‖ response is the last completion's prompt ‖ output; split elsewhere, so in three pieces."""
+    start, middle = len(trace.prompt_ids), len(last.prompt_ids)
+    if start <= middle and start + len(trace.response_ids) == last.length:
+        pieces = (
+            (trace.prompt_ids, last.prompt_ids[:start]),
+            (trace.response_ids[: middle - start], last.prompt_ids[start:]),
+            (trace.response_ids[middle - start :], last.generation.output_ids),
+        )
+        if all(same(got, recorded) for got, recorded in pieces):
+            return
+    tokens = np.concatenate((trace.prompt_ids, trace.response_ids))
+    _differ(tokens, np.concatenate((last.prompt_ids, last.generation.output_ids)), where, decode)
+
+
+def _check_extends(completion: Completion, before: Completion, where: str, decode: Decode | None) -> None:
+    """Each completion's prompt begins with the one before, so that the trace, which holds the last, holds them all."""
+    if not extends(completion.prompt_ids, before):
+        recorded = np.concatenate((before.prompt_ids, before.generation.output_ids))
+        where = f"{where}, completion {completion.id} after {before.id}"
+        _differ(completion.prompt_ids[: len(recorded)], recorded, where, decode)
+
+
+def _differ(got: TokenIds, recorded: TokenIds, where: str, decode: Decode | None) -> None:
+    shorter = min(len(got), len(recorded))
+    differing = np.flatnonzero(got[:shorter] != recorded[:shorter])
+    at = int(differing[0]) if len(differing) else shorter
+    show = decode if decode else TokenIds.tolist
+    around = slice(max(0, at - _AROUND), at + _AROUND)
+    raise MergeError(
+        f"{where}: tokens differ at position {at} ({_at(got, at)} in the trace, {_at(recorded, at)} recorded):"
+        f" {show(got[around])!r} is not {show(recorded[around])!r}"
+    )
+
+
+def _at(ids: TokenIds, position: int) -> str:
+    return f"id {ids[position]}" if position < len(ids) else "the end"
 
 
 def _check_equal(got: NDArray[Any], right: NDArray[Any], what: str) -> None:
@@ -77,38 +122,28 @@ def _check_equal(got: NDArray[Any], right: NDArray[Any], what: str) -> None:
         raise MergeError(f"{what} at response token {at} is {got[at]}, but {right[at]} is right")
 
 
-def _check_tokens(got: TokenIds, recorded: TokenIds, where: str, decode: Decode | None) -> None:
-    if np.array_equal(got, recorded):
-        return
-    shorter = min(len(got), len(recorded))
-    differing = np.flatnonzero(got[:shorter] != recorded[:shorter])
-    at = int(differing[0]) if len(differing) else shorter
-    left, right = got[max(0, at - 8) : at + 8], recorded[max(0, at - 8) : at + 8]
-    told = (decode(left), decode(right)) if decode else (left.tolist(), right.tolist())
-    raise MergeError(f"{where}: tokens differ at position {at}: {told[0]!r} is not {told[1]!r}")
+def _check_ends(trace: Trace, trained: Sequence[Completion], where: str) -> None:
+    versions = version_spans(trained, len(trace.prompt_ids), len(trace.response_ids))
+    if trace.versions != versions:
+        raise MergeError(f"{where}: weight versions are {_told(trace.versions)}, but {_told(versions)} is right")
+    reason = trained[-1].generation.finish_reason
+    if trace.finish_reason is not reason:
+        raise MergeError(f"{where}: finish reason is {trace.finish_reason}, but {reason} is right")
 
 
-def _check_versions(trace: Trace, completions: Sequence[Completion], position: int) -> None:
-    told = _expanded(trace.versions)
-    if told and len(told) != len(trace.response_ids):
-        raise MergeError(f"trace {position}: weight versions cover {len(told)} of {len(trace.response_ids)} tokens")
-    for completion in completions:
-        begin = len(completion.prompt_ids) - len(trace.prompt_ids)
-        recorded = _expanded(completion.generation.versions)
-        if recorded and told[begin : begin + len(recorded)] != recorded:
-            raise MergeError(f"trace {position}, completion {completion.id}: weight versions are not the recorded ones")
+def _told(versions: Sequence[VersionSpan]) -> str:
+    return " ".join(f"{span.version!r}x{span.count}" for span in versions) or "none"
 
 
-def _expanded(spans: Sequence[VersionSpan]) -> list[str]:
-    return [span.version for span in spans for _ in range(span.count)]
-
-
-def _check_complete(session: CompletionSession, seen: set[str], limit: int | None) -> None:
-    left_out = untrained(session)
+def _check_once(traces: Sequence[Trace], session: CompletionSession, left_out: Mapping[str, Untrained]) -> None:
+    times = Counter(name for trace in traces for name in trace.completion_ids)
     for completion in session.completions:
-        reason = left_out.get(completion.id)
-        if reason and completion.id in seen:
-            raise MergeError(f"completion {completion.id} is trained although it is {reason}")
-        over = limit is not None and completion.length > limit
-        if completion.id not in seen and not reason and not over and len(completion.generation.output_ids):
-            raise MergeError(f"completion {completion.id} is in no trace, and nothing says why")
+        tokens, reason = len(completion.generation.output_ids), left_out.get(completion.id)
+        if times[completion.id] > 1:
+            raise MergeError(
+                f"completion {completion.id} ({tokens} tokens) is trained in {times[completion.id]} traces"
+            )
+        if times[completion.id] and reason:
+            raise MergeError(f"completion {completion.id} ({tokens} tokens) is trained although it is {reason}")
+        if tokens and not times[completion.id] and not reason:
+            raise MergeError(f"completion {completion.id} ({tokens} tokens) is in no trace, and nothing says why")

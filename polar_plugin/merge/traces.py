@@ -1,120 +1,87 @@
-"""Chains to traces: one array pass a trace, and the reasons why sampled tokens are not trained. Pure."""
+"""Chains to traces: one array pass a trace; what became of every sampled token; traces as JSON and as text. Pure."""
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
 
-from ..records import (
-    Completion,
-    CompletionSession,
-    JSONObject,
-    Message,
-    TokenIds,
-    Tool,
-    Trace,
-    VersionSpan,
-)
+from ..records import Completion, CompletionSession, JSONObject, Message, TokenIds, Tool, Trace, VersionSpan
 from .chains import Chain, parents_of
+from .untrained import Policy, Untrained, untrained
 
 
-class Untrained(enum.StrEnum):
-    """Why a sampled token is in no trace's loss."""
-
-    UNDELIVERED = "undelivered"
-    """The harness never got the answer and nothing extends it."""
-    SUPERSEDED = "superseded"
-    """An answer to the same prompt went on instead of it, and the harness never got this one."""
-    OVER_LENGTH = "over_length"
-    """Cut by `max_trace_tokens`."""
-
-
-def untrained(session: CompletionSession) -> Mapping[str, Untrained]:
-    """By completion id, the completions whose output is not trained, and why.
-
-    An undelivered leaf that nobody extended is not trained on; where its prompt was answered again it is superseded.
-    """
-    extended = set(parents_of(session.completions).values())
-    answered = Counter(_prompt_key(completion) for completion in session.completions)
-    return {
-        completion.id: Untrained.SUPERSEDED if answered[_prompt_key(completion)] > 1 else Untrained.UNDELIVERED
-        for completion in session.completions
-        if not session.delivered(completion) and completion.id not in extended
-    }
-
-
-def _prompt_key(completion: Completion) -> tuple[int, bytes]:
-    return len(completion.prompt_ids), completion.prompt_ids[-64:].tobytes()
-
-
-def trace(chain: Chain, left_out: Mapping[str, Untrained], max_tokens: int | None = None) -> Trace | None:
+def trace(chain: Chain, left_out: Mapping[str, Untrained]) -> Trace | None:
     """One trace of a chain; None where nothing of it is trained.
 
-    The tokens are the last kept completion's prompt ‖ output; what each completion sampled is trained there unless
-    `left_out`. Completions that end beyond `max_tokens` are cut: a causal prefix at a completion boundary remains.
+    It reaches from the first trained completion to the last: the tokens are the last one's prompt ‖ output, and what
+    each completion sampled is trained there unless `left_out`. Costs 9 bytes a response token; the prompt is a view.
     """
-    kept = [completion for completion in chain if max_tokens is None or completion.length <= max_tokens]
-    while kept and (kept[-1].id in left_out or not len(kept[-1].generation.output_ids)):
-        kept.pop()
+    kept = _kept(chain, left_out)
     if not kept:
         return None
+    trained = [c for c in kept if c.id not in left_out and len(c.generation.output_ids)]
     first, last = kept[0], kept[-1]
-    start = len(first.prompt_ids)
-    response = np.empty(last.length - start, np.int32)
-    response[: len(last.prompt_ids) - start] = last.prompt_ids[start:]
-    response[len(last.prompt_ids) - start :] = last.generation.output_ids
-    loss_mask, logprobs = np.zeros(len(response), np.bool_), np.zeros(len(response), np.float32)
-    trained = [completion for completion in kept if completion.id not in left_out]
+    start, length = len(first.prompt_ids), last.length - len(first.prompt_ids)
+    response = np.concatenate((last.prompt_ids[start:], last.generation.output_ids), dtype=np.int32)
+    loss_mask, logprobs = np.zeros(length, np.bool_), np.zeros(length, np.float32)
     for completion in trained:
-        begin = len(completion.prompt_ids) - start
-        end = begin + len(completion.generation.output_ids)
+        begin, end = len(completion.prompt_ids) - start, completion.length - start
         loss_mask[begin:end] = True
         logprobs[begin:end] = completion.generation.logprobs
     for array in (response, loss_mask, logprobs):
         array.flags.writeable = False
+    versions = version_spans(trained, start, length)
     return Trace(
         prompt_ids=first.prompt_ids,
         response_ids=response,
         loss_mask=loss_mask,
         response_logprobs=logprobs,
         finish_reason=last.generation.finish_reason,
-        versions=_versions(trained, start, len(response)),
+        versions=versions,
         role=first.role,
-        completion_ids=tuple(c.id for c in trained if len(c.generation.output_ids)),
+        completion_ids=tuple([completion.id for completion in trained]),
         prompt_messages=first.request.messages,
         response_messages=_response_messages(kept),
         tools=first.request.tools,
-        metadata={"break_reason": first.break_reason.value} if first.break_reason else {},
+        metadata=_metadata(chain, left_out, versions),
     )
 
 
-def _versions(trained: Sequence[Completion], start: int, length: int) -> tuple[VersionSpan, ...]:
-    """Run-length over the response; empty where no engine told a version."""
-    if not any(completion.generation.versions for completion in trained):
-        return ()
-    spans: list[VersionSpan] = []
-    position = 0
+def _kept(chain: Chain, left_out: Mapping[str, Untrained]) -> Chain:
+    """The chain from its first trained completion to its last; what is not trained in between stays as context."""
+    trained = [at for at, c in enumerate(chain) if c.id not in left_out and len(c.generation.output_ids)]
+    return chain[trained[0] : trained[-1] + 1] if trained else ()
+
+
+def version_spans(trained: Iterable[Completion], start: int, length: int) -> tuple[VersionSpan, ...]:
+    """Run-length over the `length` response tokens from token `start` of the trace on.
+
+    "" where nothing was trained or no version was told; empty where none was told at all.
+    """
+    spans: list[tuple[str, int]] = []
+    position, told = start, False
     for completion in trained:
-        begin = len(completion.prompt_ids) - start
-        _append(spans, VersionSpan("", begin - position))
-        told = completion.generation.versions or (VersionSpan("", len(completion.generation.output_ids)),)
-        for span in told:
-            _append(spans, span)
-        position = begin + len(completion.generation.output_ids)
-    _append(spans, VersionSpan("", length - position))
-    return tuple(spans)
+        generation = completion.generation
+        _append(spans, "", len(completion.prompt_ids) - position)
+        for span in generation.versions:
+            _append(spans, span.version, span.count)
+        if not generation.versions:
+            _append(spans, "", len(generation.output_ids))
+        told = told or bool(generation.versions)
+        position = completion.length
+    _append(spans, "", start + length - position)
+    return tuple(VersionSpan(version, count) for version, count in spans) if told else ()
 
 
-def _append(spans: list[VersionSpan], span: VersionSpan) -> None:
-    if not span.count:
+def _append(spans: list[tuple[str, int]], version: str, count: int) -> None:
+    if not count:
         return
-    if spans and spans[-1].version == span.version:
-        span = VersionSpan(span.version, spans.pop().count + span.count)
-    spans.append(span)
+    if spans and spans[-1][0] == version:
+        count += spans.pop()[1]
+    spans.append((version, count))
 
 
 def _response_messages(kept: Sequence[Completion]) -> tuple[Message, ...]:
@@ -126,29 +93,54 @@ def _response_messages(kept: Sequence[Completion]) -> tuple[Message, ...]:
     return tuple(messages)
 
 
-def counts(session: CompletionSession, traces: Sequence[Trace]) -> dict[str, int]:
-    """What became of every sampled token: `sampled_tokens` = `trained_tokens` + the sum of `untrained_*`.
+def _metadata(chain: Chain, left_out: Mapping[str, Untrained], versions: Sequence[VersionSpan]) -> JSONObject:
+    """Why the trace starts where it does, what was clipped off its end, and whether several weights sampled it."""
+    told: JSONObject = {}
+    if reason := chain[0].break_reason:
+        told["break_reason"] = reason.value
+    if parent := chain[0].parent:
+        told["parent"] = parent
+    clipped = [c for c in chain if left_out.get(c.id) is Untrained.OVER_LENGTH]
+    if clipped:
+        told["clipped_tokens"] = sum(len(c.generation.output_ids) for c in clipped)
+    if len({span.version for span in versions if span.version}) > 1:
+        told["mixed_versions"] = True
+    return told
 
-    Also `completions`, `traces`, `context_tokens` (of the traces, not trained), `prompt_tokens`, `malformed_calls`, and
-    `breaks_<reason>` for each completion that extends none.
+
+def counts(session: CompletionSession, traces: Sequence[Trace], policy: Policy | None = None) -> dict[str, int]:
+    """What became of every sampled token: `sampled_tokens` = `trained_tokens` + the sum of `untrained_<reason>`.
+
+    `untrained_unexplained` counts what no reason covers: it is 0 with the policy of the builder that made the traces.
+    `delivered_tokens` are those that the harness got; `completions`, `empty_completions`, `traces`,
+    `mixed_version_traces`, `refuted_parents` (told, but the tokens say otherwise), `malformed_calls` and
+    `breaks_<reason>` count completions or traces; `prompt_tokens` and `context_tokens` (responses outside the mask) are
+    the trainer's. The session's own counts are kept.
     """
-    left_out = untrained(session)
+    parents = parents_of(session)
+    left_out = untrained(session, policy, parents)
+    extended = {parent.id for parent in parents.values() if parent}
     trained = {name for trace in traces for name in trace.completion_ids}
-    told: Counter[str] = Counter(session.counts)
-    told.update(completions=len(session.completions), traces=len(traces), sampled_tokens=0, trained_tokens=0)
+    told = Counter(completions=len(session.completions), traces=len(traces))
+    told.update(sampled_tokens=0, trained_tokens=0, delivered_tokens=0, empty_completions=0)
     for completion in session.completions:
         tokens = len(completion.generation.output_ids)
         told["sampled_tokens"] += tokens
-        if completion.id in trained:
-            told["trained_tokens"] += tokens
-        elif tokens:
-            told[f"untrained_{left_out.get(completion.id, Untrained.OVER_LENGTH)}"] += tokens
+        if tokens:
+            told[f"untrained_{left_out.get(completion.id, 'unexplained')}" if completion.id not in trained
+                 else "trained_tokens"] += tokens  # fmt: skip
+        else:
+            told["empty_completions"] += 1
+        if completion.id in extended or session.delivered(completion):
+            told["delivered_tokens"] += tokens
         if completion.break_reason:
             told[f"breaks_{completion.break_reason}"] += 1
+        told["refuted_parents"] += bool(completion.parent) and parents[completion.id] is None
         told["malformed_calls"] += completion.malformed_calls
     told["prompt_tokens"] = sum(len(trace.prompt_ids) for trace in traces)
     told["context_tokens"] = sum(len(trace.response_ids) - trace.trained for trace in traces)
-    return dict(told)
+    told["mixed_version_traces"] = sum("mixed_versions" in trace.metadata for trace in traces)
+    return {**session.counts, **told}
 
 
 def trace_json(trace: Trace) -> JSONObject:

@@ -14,6 +14,7 @@ from polar_plugin.errors import ConfigError, MergeError
 from polar_plugin.merge.builders import PerRequest, PrefixMerging
 from polar_plugin.merge.check import check
 from polar_plugin.merge.traces import counts, trace_json, trace_text
+from polar_plugin.merge.untrained import Policy
 from polar_plugin.records import (
     CompletionSession,
     FinishReason,
@@ -32,7 +33,7 @@ def merged(ledger: Ledger, **config: int) -> tuple[Trace, ...]:
     """The traces, checked."""
     session = ledger.sealed()
     traces = PrefixMerging(**config).build(session)
-    check(traces, session, max_trace_tokens=config.get("max_trace_tokens"))
+    check(traces, session, Policy.of(**config))
     told = counts(session, traces)
     untrained = sum(count for name, count in told.items() if name.startswith("untrained_"))
     assert told["sampled_tokens"] == told["trained_tokens"] + untrained
@@ -196,7 +197,7 @@ def test_a_trace_over_the_limit_is_cut_at_a_completions_end_and_the_rest_is_coun
     (only,) = merged(ledger, max_trace_tokens=4)
     assert tokens(only) == [1, 2]
     session = ledger.sealed()
-    assert counts(session, (only,))["untrained_over_length"] == 2
+    assert counts(session, (only,), Policy(max_trace_tokens=4))["untrained_over_length"] == 2
     with pytest.raises(ConfigError, match="max_trace_tokens"):
         PrefixMerging(max_trace_tokens=1)
 
@@ -252,7 +253,7 @@ def corrupt(change: Callable[[Trace], Trace]) -> tuple[tuple[Trace, ...], Comple
         (lambda t: replace(t, completion_ids=("c1",)), "loss mask"),
         (lambda t: replace(t, completion_ids=("c0", "c9")), "does not have"),
         (lambda t: replace(t, versions=(VersionSpan("8", 5),)), "weight versions"),
-        (lambda t: replace(t, versions=(VersionSpan("7", 2),)), "cover 2 of 5"),
+        (lambda t: replace(t, versions=(VersionSpan("7", 2),)), "are '7'x2, but '7'x2 ''x1 '8'x2 is right"),
     ],
 )
 def test_check_finds_every_corruption(change: Callable[[Trace], Trace], message: str) -> None:
@@ -263,7 +264,7 @@ def test_check_finds_every_corruption(change: Callable[[Trace], Trace], message:
 
 def test_check_finds_what_is_trained_twice_or_never() -> None:
     traces, session = corrupt(lambda trace: trace)
-    with pytest.raises(MergeError, match="trained twice"):
+    with pytest.raises(MergeError, match="trained in 2 traces"):
         check((*traces, *traces), session)
     with pytest.raises(MergeError, match="is in no trace"):
         check((), session)
