@@ -1,154 +1,145 @@
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportMissingTypeArgument=false, reportUnknownParameterType=false
-"""An engine inside the process: any Hugging Face causal language model, on the CPU.
+"""The embedded engine: any Hugging Face causal LM, in this process, on the CPU. Small models, exact log-probabilities.
 
-One worker thread decodes all running requests as a batch; a session's key-value cache is kept, so a turn costs its own
-tokens. For tests, demonstrations and small experiments: an inference server it is not.
+One worker thread owns the model; calls reach it as commands that run between two tokens, so nothing is locked and the
+event loop never computes.
 """
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import logging
-import math
+import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Protocol, TypeVar
 
 import anyio
 import anyio.to_thread
 import numpy as np
 import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from ..errors import EngineBusy, EngineError
-from ..records import (
-    FinishReason,
-    Generation,
-    LogProbs,
-    SamplingParams,
-    TokenIds,
-    VersionSpan,
-    log_probs,
-    token_ids,
-)
+from ..errors import EngineError
+from ..records import Generation, LogProbs, SamplingParams, TokenIds, VersionSpan, log_probs, token_ids
 from .base import EngineInfo
-from .decoding import Batch, CacheStore, forward
+from .scheduler import PauseMode, Request, Sampled, Scheduler
 
-_log = logging.getLogger("polar_plugin.engine")
-
-Script = Callable[[str, int], Sequence[int] | None]
-"""(session id, how many calls it made before) -> the ids to "sample" in this call, or None to sample really."""
-
-
-@dataclass(eq=False)
-class Request:
-    """One call on its way through the worker. Mutable: the worker fills it; `cancelled` is how others stop it."""
-
-    prompt_ids: TokenIds
-    sampling: SamplingParams
-    request_id: str
-    session_id: str
-    stop_ids: frozenset[int]
-    generator: torch.Generator
-    forced: Sequence[int] | None
-    output: list[int] = field(default_factory=list[int])
-    logprobs: list[float] = field(default_factory=list[float])
-    versions: list[str] = field(default_factory=list[str])
-    done: Future[Sampled] = field(default_factory=Future)
-    cancelled: bool = False
-
-    @property
-    def tokens(self) -> list[int]:
-        return [*self.prompt_ids.tolist(), *self.output]
+T = TypeVar("T")
+Command = Callable[[Scheduler], None]
+_PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """What the worker made of a request. An aborted one has what was sampled until then."""
+class Script(Protocol):
+    """Says what a session's next turn is, instead of sampling it."""
 
-    output_ids: TokenIds
-    logprobs: LogProbs
-    versions: tuple[VersionSpan, ...]
-    finish: Literal["stop", "length", "abort"]
-    matched: int | str | None = None
-    """The stop id or stop string."""
+    def __call__(self, session_id: str, turn: int, prompt: str) -> str | None:
+        """The reply of this session's call number `turn` (from 0); None: sample as usual."""
+        ...
 
 
 class TransformersEngine:
-    """`Engine` over a `transformers` model, float32 by default so that decoding and scoring agree to about 1e-5."""
+    """An `Engine` over a Hugging Face causal LM.
+
+    `model` is a directory, or a model, which then belongs to the engine while it is open. Log-probabilities are those
+    of the distribution at the sampling temperature over the full vocabulary (temperature 0 is greedy, recorded at 1).
+    With `script`, a scripted turn's tokens are recorded with the log-probabilities that the model gives them.
+    A seed fixes the random stream of a call; which other calls share its batch moves logits by about 1e-6.
+    """
 
     def __init__(
         self,
-        model: str | Path | torch.nn.Module,
+        model: str | Path | PreTrainedModel,
         *,
         tokenizer: Any = None,
         dtype: str = "float32",
         context_length: int | None = None,
-        max_batch: int = 8,
-        cache_tokens: int = 65_536,
         threads: int | None = None,
+        max_batch: int = 8,
+        prefill_chunk: int = 256,
+        cache_tokens: int = 32768,
         seed: int = 0,
         version: str = "0",
         script: Script | None = None,
     ) -> None:
-        """`model` is a directory or a loaded model. `tokenizer` decodes for stop strings; default: the directory's own.
-
-        `cache_tokens` bounds the key-value caches kept between turns. `script` forces what is "sampled", with the
-        model's true log-probabilities (teacher forcing).
-        """
         self._source = model
         self._tokenizer = tokenizer
-        self._dtype = getattr(torch, dtype)
+        self._dtype = dtype
         self._context_length = context_length
-        self._max_batch = max_batch
         self._threads = threads
-        self._seed = seed
-        self.version = version
+        self._version = version
         self._script = script
-        self._calls: dict[str, int] = {}
-        self._caches = CacheStore(cache_tokens)
-        self._wake = threading.Condition()
-        self._waiting: list[Request] = []
-        self._running: list[Request] = []
-        self._weights: list[tuple[Mapping[str, torch.Tensor], str, Future[None]]] = []
-        self._closing = False
+        self._turns: dict[str, int] = {}
+        self._limits = {
+            "max_batch": max_batch,
+            "prefill_chunk": prefill_chunk,
+            "cache_tokens": cache_tokens,
+            "seed": seed,
+        }
+        self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
-        self.model: Any = None
+        self._model: PreTrainedModel | None = None
 
     async def __aenter__(self) -> TransformersEngine:
-        await anyio.to_thread.run_sync(self._load)
-        self._worker = threading.Thread(target=self._work, name="polar-engine", daemon=True)
+        ready: Future[None] = Future()
+        self._worker = threading.Thread(target=self._work, args=(ready,), name="polar-engine", daemon=True)
         self._worker.start()
+        await asyncio.wrap_future(ready)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
-        worker = self._worker
-        if worker:
+        self._inbox.put(None)
+        if self._worker is not None:
             with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(worker.join)
-
-    async def probe(self) -> EngineInfo:
-        """One token, to show that the model runs."""
-        ids = token_ids([0])
-        await self.sample(ids, SamplingParams(max_tokens=1), request_id="probe", session_id="")
-        return EngineInfo(
-            str(self._source) if isinstance(self._source, str | Path) else "", self.context_length, self.version
-        )
+                await anyio.to_thread.run_sync(self._worker.join)
+        self._worker = None
 
     @property
-    def context_length(self) -> int:
-        return self._context_length or int(self.model.config.max_position_embeddings)
+    def tokenizer(self) -> Any:
+        """The Hugging Face tokenizer of the model's directory, or the one that was given; None without either."""
+        return self._tokenizer
+
+    @property
+    def info(self) -> EngineInfo:
+        """Known once the engine is open."""
+        config = self._opened.config.get_text_config()
+        longest = int(getattr(config, "max_position_embeddings", 0) or 2**31 - 1)
+        name = type(self._opened).__name__ if isinstance(self._source, PreTrainedModel) else Path(self._source).name
+        return EngineInfo(name, min(self._context_length or longest, longest), self._version)
 
     @property
     def vocab_size(self) -> int:
-        return int(self.model.get_input_embeddings().weight.shape[0])
+        return int(self._opened.get_input_embeddings().num_embeddings)  # pyright: ignore[reportArgumentType]
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """What the model itself calls its end: used for scripted replies, and where a caller names no stop id."""
+        generation, config = self._opened.generation_config, self._opened.config.get_text_config()
+        eos = getattr(generation, "eos_token_id", None)
+        eos = config.eos_token_id if eos is None else eos
+        return () if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
+
+    async def probe(self) -> EngineInfo:
+        """Sample a few tokens and check them against transformers' own full forward pass.
+
+        Raises EngineError where they differ: such an architecture must not be trained on through this engine.
+        """
+        prompt = token_ids(np.arange(1, 18) * 31 % self.vocab_size)
+        sampled = await self.sample(prompt, SamplingParams(max_tokens=8), request_id="probe", session_id="probe")
+        output = sampled.generation.output_ids
+        scored = (await self.score(np.concatenate([prompt, output])))[len(prompt) - 1 :]
+        off = float(np.abs(scored - sampled.generation.logprobs).max())
+        if not off <= _PROBE_TOLERANCE.get(str(self._opened.dtype).removeprefix("torch."), 1e-3):
+            raise EngineError(
+                f"{self.info.model}: log-probabilities of sampled tokens are off by {off:.2g} from a full forward pass;"
+                " the embedded engine cannot run this architecture exactly. Serve it with SGLang or vLLM"
+            )
+        return self.info
 
     async def generate(
         self,
@@ -159,19 +150,21 @@ class TransformersEngine:
         session_id: str,
         stop_ids: Sequence[int] = (),
     ) -> Generation:
-        """See `Engine.generate`. At temperature 0 the likeliest token is taken and its log-probability is that at 1."""
-        sampled = await self.sample(
-            prompt_ids, sampling, request_id=request_id, session_id=session_id, stop_ids=stop_ids
-        )
-        if sampled.finish == "abort":
-            raise EngineBusy("the call was aborted in the engine")
-        return Generation(
-            sampled.output_ids,
-            sampled.logprobs,
-            FinishReason(sampled.finish),
-            sampled.versions,
-            sampled.matched if isinstance(sampled.matched, str) else None,
-        )
+        forced = self._scripted(prompt_ids, session_id, stop_ids)
+        parts: list[Generation] = []
+        while True:
+            done = sum(len(part.output_ids) for part in parts)
+            sampled = await self.sample(
+                np.concatenate([prompt_ids, *(part.output_ids for part in parts)]),
+                _remaining(sampling, done),
+                request_id=f"{request_id}+{done}" if parts else request_id,
+                session_id=session_id,
+                stop_ids=stop_ids,
+                forced=forced and forced[done:],
+            )
+            parts.append(sampled.generation)
+            if not sampled.aborted:
+                return parts[0] if len(parts) == 1 else _joined(parts)
 
     async def sample(
         self,
@@ -181,262 +174,174 @@ class TransformersEngine:
         request_id: str,
         session_id: str,
         stop_ids: Sequence[int] = (),
+        forced: Sequence[int] | None = None,
     ) -> Sampled:
-        """As `generate`, but an aborted call returns what it has: what a server in front of this engine answers."""
-        self._refuse(prompt_ids, sampling)
-        request = self._request(prompt_ids, sampling, request_id, session_id, stop_ids)
-        with self._wake:
-            if self._closing or not self._worker or not self._worker.is_alive():
-                raise EngineError("the engine is not running: use it inside `async with`")
-            self._waiting.append(request)
-            self._wake.notify()
-        try:
-            return await _result(request.done)
-        except BaseException:
-            request.cancelled = True
-            raise
-
-    def abort(self, request_id: str | None = None) -> int:
-        """Stop a call by its id, or all; each returns what it has. Returns how many were stopped."""
-        with self._wake:
-            stopped = [r for r in (*self._waiting, *self._running) if request_id in (None, r.request_id)]
-            for request in stopped:
-                request.cancelled = True
-            self._wake.notify()
-        return len(stopped)
-
-    async def load_weights(self, state: Mapping[str, torch.Tensor], version: str) -> None:
-        """Replace weights between two tokens; caches are dropped and calls in flight go on under the new version.
-
-        `state` may be partial. Raises EngineError for a name or shape that the model does not have.
-        """
-        done: Future[None] = Future()
-        with self._wake:
-            self._weights.append((state, version, done))
-            self._wake.notify()
-        await _result(done)
-
-    def score(self, ids: TokenIds, *, temperature: float = 1.0) -> LogProbs:
-        """Log-probability of each of `ids` given those before it: one forward pass, no cache, no batch.
-
-        float32 [n - 1]: entry i belongs to `ids[i + 1]`. Blocking; call it while nothing is generated.
-        """
-        with torch.inference_mode():
-            logits, _ = forward(self.model, torch.from_numpy(np.array(ids, np.int64))[None], None)
-            told = torch.log_softmax(logits[0, :-1].float() / (temperature or 1.0), -1)
-            chosen = torch.from_numpy(np.array(ids[1:], np.int64))
-            return log_probs(told.gather(1, chosen[:, None])[:, 0].numpy())
-
-    def _load(self) -> None:
-        if self._threads:
-            torch.set_num_threads(self._threads)
-        if isinstance(self._source, torch.nn.Module):
-            self.model = self._source
-            return
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        try:
-            self.model = AutoModelForCausalLM.from_pretrained(str(self._source), dtype=self._dtype).eval()
-            self._tokenizer = self._tokenizer or AutoTokenizer.from_pretrained(str(self._source))
-        except (OSError, ValueError) as error:
-            raise EngineError(f"cannot load a causal language model from {self._source}: {error}") from error
-
-    def _refuse(self, prompt_ids: TokenIds, sampling: SamplingParams) -> None:
-        if not len(prompt_ids):
-            raise EngineError("an empty prompt cannot be continued")
-        if prompt_ids.min() < 0 or prompt_ids.max() >= self.vocab_size:
-            raise EngineError(f"token id {int(prompt_ids.max())} is out of the vocabulary of {self.vocab_size}")
-        if sampling.max_tokens is None or sampling.max_tokens < 1:
-            raise EngineError("sampling.max_tokens must be at least 1")
-        if len(prompt_ids) + sampling.max_tokens > self.context_length:
+        """As `generate`, but an abort is told, not re-issued, and `forced` ids are recorded instead of drawn ones."""
+        prompt = self._checked(prompt_ids)
+        room = self.info.context_length - len(prompt)
+        if room < 1 or sampling.max_tokens == 0:
             raise EngineError(
-                f"{len(prompt_ids)} prompt tokens and max_tokens {sampling.max_tokens} exceed the context of"
-                f" {self.context_length}"
+                f"a prompt of {len(prompt)} tokens leaves no token to sample: the context has"
+                f" {self.info.context_length}, max_tokens is {sampling.max_tokens}"
             )
+        if sampling.stop and self._tokenizer is None:
+            raise EngineError("stop strings need a tokenizer: pass TransformersEngine(..., tokenizer=...)")
+        limit = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+        request = Request(
+            request_id,
+            session_id,
+            prompt,
+            sampling,
+            limit,
+            frozenset(stop_ids),
+            None if forced is None else tuple(self._checked(forced)),
+        )
+        future: Future[Sampled] = Future()
+        self._send(lambda scheduler: scheduler.submit(request, future))
+        return await asyncio.wrap_future(future)
 
-    def _request(
-        self, prompt_ids: TokenIds, sampling: SamplingParams, request_id: str, session_id: str, stop_ids: Sequence[int]
-    ) -> Request:
-        calls = self._calls.get(session_id, 0)
-        self._calls[session_id] = calls + 1
-        forced = self._script(session_id, calls) if self._script and session_id else None
-        seed = sampling.seed
-        if seed is None:
-            told = f"{self._seed} {session_id} {calls}".encode() + prompt_ids.tobytes()
-            seed = int.from_bytes(hashlib.blake2b(told, digest_size=7).digest(), "little")
-        generator = torch.Generator().manual_seed(seed)
-        return Request(prompt_ids, sampling, request_id, session_id, frozenset(stop_ids), generator, forced)
+    async def score(self, ids: TokenIds | Sequence[int], temperature: float = 1.0) -> LogProbs:
+        """float32 [n - 1]: each id's log-probability after those before it, by one full forward pass without a cache.
 
-    # --- the worker thread --------------------------------------------------------------------------------------------
+        It shares no attention code with sampling, so it proves what sampling recorded.
+        """
+        checked = self._checked(ids)
+        return await self._call(lambda scheduler: scheduler.score(checked, temperature))
 
-    def _work(self) -> None:
-        batch = Batch()
+    async def load_weights(self, state: Mapping[str, Tensor], version: str) -> None:
+        """Replace all weights between two tokens; calls that run go on under `version`, their context recomputed.
+
+        A tied weight may be named once. Raises EngineError, nothing changed, where names or shapes do not fit.
+        """
+        await self._call(lambda scheduler: scheduler.load_weights(state, version))
+        self._version = version
+
+    async def set_version(self, version: str) -> None:
+        """Name the weights anew without changing them."""
+        await self._call(lambda scheduler: setattr(scheduler, "version", version))
+        self._version = version
+
+    async def abort(self, prefix: str = "") -> int:
+        """End the calls whose request id starts with `prefix` (all without one); returns how many."""
+        return await self._call(lambda scheduler: scheduler.abort(lambda rid: rid.startswith(prefix)))
+
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        """Sample nothing until `resume`. What runs is ended ("abort"), recomputed ("retract") or kept ("in_place")."""
+        await self._call(lambda scheduler: scheduler.pause(mode))
+
+    async def resume(self) -> None:
+        await self._call(lambda scheduler: scheduler.resume())
+
+    @property
+    def _opened(self) -> PreTrainedModel:
+        if self._model is None:
+            raise EngineError("the embedded engine is not open: use it inside `async with TransformersEngine(...)`")
+        return self._model
+
+    def _checked(self, ids: TokenIds | Sequence[int]) -> tuple[int, ...]:
+        checked = tuple(int(i) for i in ids)
+        if not checked:
+            raise EngineError("no token ids were given; a prompt has at least one")
+        if min(checked) < 0 or max(checked) >= self.vocab_size:
+            raise EngineError(
+                f"token ids lie in [{min(checked)}, {max(checked)}], the vocabulary has {self.vocab_size}"
+            )
+        return checked
+
+    def _scripted(self, prompt_ids: TokenIds, session_id: str, stop_ids: Sequence[int]) -> tuple[int, ...] | None:
+        """The scripted reply's ids, a stop id at the end."""
+        if self._script is None:
+            return None
+        turn = self._turns.get(session_id, 0)
+        self._turns[session_id] = turn + 1
+        tokenizer, ends = self._tokenizer, tuple(stop_ids) or self.eos_ids
+        if tokenizer is None or not ends:
+            raise EngineError("a script needs a tokenizer, and a stop id or a model with an end-of-sequence id")
+        text = self._script(session_id, turn, str(tokenizer.decode(list(map(int, prompt_ids)))))
+        return None if text is None else (*tokenizer.encode(text, add_special_tokens=False), ends[0])
+
+    def _send(self, command: Command) -> None:
+        if self._worker is None or not self._worker.is_alive():
+            raise EngineError("the embedded engine is not open: use it inside `async with TransformersEngine(...)`")
+        self._inbox.put(command)
+
+    async def _call(self, work: Callable[[Scheduler], T]) -> T:
+        future: Future[T] = Future()
+        self._send(partial(_execute, work, future))
+        return await asyncio.wrap_future(future)
+
+    def _work(self, ready: Future[None]) -> None:
         try:
-            with torch.inference_mode():
-                while self._admit(batch):
-                    self._step(batch)
-        except BaseException as error:
-            _log.exception("the embedded engine failed")
-            self._fail(EngineError(f"the embedded engine failed: {error!r}"))
-
-    def _fail(self, error: EngineError) -> None:
-        with self._wake:
-            self._closing = True
-            for request in (*self._waiting, *self._running):
-                if not request.done.done():
-                    request.done.set_exception(error)
-
-    def _admit(self, batch: Batch) -> bool:
-        """Take in waiting requests and weights; False when the engine closes."""
-        with self._wake:
-            while not (self._waiting or self._running or self._weights or self._closing):
-                self._wake.wait()
-            if self._closing:
-                for request in (*self._waiting, *self._running):
-                    request.done.set_exception(EngineError("the engine was closed"))
-                return False
-            weights, self._weights = self._weights, []
-            room = self._max_batch - len(self._running)
-            admitted, self._waiting = self._waiting[:room], self._waiting[room:]
-            self._running += admitted
-        for state, version, done in weights:
-            self._replace_weights(batch, state, version, done)
-        for request in self._running:
-            if request not in batch.rows and not request.cancelled:
-                self._prefill(batch, request)
-        return True
-
-    def _replace_weights(self, batch: Batch, state: Mapping[str, Any], version: str, done: Future[None]) -> None:
-        try:
-            unknown = self.model.load_state_dict(dict(state), strict=False).unexpected_keys
-            if unknown:
-                raise EngineError(f"the model has no weights named {sorted(unknown)[:5]}")
-        except (RuntimeError, EngineError) as error:
-            done.set_exception(error if isinstance(error, EngineError) else EngineError(str(error)))
+            scheduler = self._open()
+        except Exception as error:
+            ready.set_exception(
+                EngineError(f"cannot load {self._source}: {error}") if not isinstance(error, EngineError) else error
+            )
             return
-        self.version = version
-        self._caches.clear()
-        batch.clear()  # rows still running are filled again from their tokens, under the new weights
-        done.set_result(None)
+        ready.set_result(None)
+        _serve(scheduler, self._inbox)
 
-    def _prefill(self, batch: Batch, request: Request) -> None:
-        tokens = request.tokens
-        kept = self._caches.take(request.session_id, tokens)
-        logits, cache = forward(self.model, torch.tensor([tokens[kept.length :]]), kept)
-        batch.add(request, cache, logits[0, -1])
-
-    def _step(self, batch: Batch) -> None:
-        """One token for every row."""
-        ended = [r for r in self._running if r.cancelled]
-        for row, request in enumerate(batch.rows):
-            if not request.cancelled:
-                self._take(request, batch.logits[row])
-                if _finish(request, self._text) is not None:
-                    ended.append(request)
-        for request in ended:
-            self._end(batch, request)
-        if batch.rows:
-            batch.advance(self.model, [request.output[-1] for request in batch.rows])
-
-    def _take(self, request: Request, logits: torch.Tensor) -> None:
-        forced = request.forced[len(request.output)] if request.forced else None
-        chosen, logprob = draw(logits.float(), request.sampling, request.generator, forced)
-        request.output.append(chosen)
-        request.logprobs.append(logprob)
-        request.versions.append(self.version)
-
-    def _end(self, batch: Batch, request: Request) -> None:
-        cache = batch.remove(request)
-        if cache and request.session_id:
-            self._caches.put(request.session_id, request.tokens[: cache.length], cache)
-        with self._wake:
-            self._running.remove(request)
-        finish, matched = _finish(request, self._text) or ("abort", None)
-        sampled = Sampled(
-            token_ids(np.array(request.output, np.int64)),
-            log_probs(request.logprobs),
-            _spans(request.versions),
-            finish,
-            matched,
-        )
-        request.done.set_result(sampled)
-
-    def _text(self, ids: Sequence[int]) -> str:
-        if self._tokenizer is None:
-            raise EngineError("stop strings need a tokenizer: pass `tokenizer` to TransformersEngine")
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
-
-
-def draw(
-    logits: torch.Tensor, sampling: SamplingParams, generator: torch.Generator, forced: int | None = None
-) -> tuple[int, float]:
-    """A token id and its log-probability at the sampling temperature, over the full vocabulary.
-
-    `logits` is float32 [vocabulary]. top_k and top_p restrict what is drawn, not what the log-probability is taken of.
-    """
-    scores = torch.log_softmax(logits / (sampling.temperature or 1.0), -1)
-    if forced is not None:
-        return forced, float(scores[forced])
-    if sampling.temperature == 0:
-        chosen = int(scores.argmax())
-    else:
-        chosen = int(torch.multinomial(_truncated(scores.exp(), sampling), 1, generator=generator))
-    return chosen, float(scores[chosen])
-
-
-def _truncated(probabilities: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
-    if 0 < sampling.top_k < len(probabilities):
-        least = probabilities.topk(sampling.top_k).values[-1]
-        probabilities = probabilities.where(probabilities >= least, 0.0)
-    if sampling.top_p < 1.0:
-        ordered, order = probabilities.sort(descending=True)
-        before = ordered.cumsum(-1) - ordered
-        ordered = ordered.where(before < sampling.top_p * ordered.sum(), 0.0)
-        probabilities = torch.zeros_like(probabilities).scatter(0, order, ordered)
-    return probabilities
-
-
-def _finish(
-    request: Request, decode: Callable[[Sequence[int]], str]
-) -> tuple[Literal["stop", "length"], int | str | None] | None:
-    """How a request ended, or None while it goes on."""
-    output = request.output
-    if not output:
-        return None
-    if request.forced is not None:
-        last = output[-1]
-        return (
-            ("stop", last if last in request.stop_ids else None)
-            if len(output) == len(request.forced)
-            else _full(request)
-        )
-    if output[-1] in request.stop_ids:
-        return "stop", output[-1]
-    if request.sampling.stop:
-        text = decode(output[-64:])
-        for stop in request.sampling.stop:
-            if stop in text:
-                return "stop", stop
-    return _full(request)
-
-
-def _full(request: Request) -> tuple[Literal["length"], None] | None:
-    return ("length", None) if len(request.output) >= (request.sampling.max_tokens or math.inf) else None
-
-
-def _spans(versions: Sequence[str]) -> tuple[VersionSpan, ...]:
-    spans: list[VersionSpan] = []
-    for version in versions:
-        if spans and spans[-1].version == version:
-            spans[-1] = VersionSpan(version, spans[-1].count + 1)
+    def _open(self) -> Scheduler:
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+        if isinstance(self._source, PreTrainedModel):
+            self._model = self._source
         else:
-            spans.append(VersionSpan(version, 1))
-    return tuple(spans)
+            self._model = AutoModelForCausalLM.from_pretrained(self._source, dtype=getattr(torch, self._dtype))
+            if self._tokenizer is None:
+                self._tokenizer = AutoTokenizer.from_pretrained(self._source)
+        return Scheduler(self._model, tokenizer=self._tokenizer, version=self._version, **self._limits)
 
 
-async def _result(future: Future[Any]) -> Any:
-    """Wait for a thread's future on the event loop, cancellably."""
-    arrived, loop = anyio.Event(), asyncio.get_running_loop()
-    future.add_done_callback(lambda _: loop.call_soon_threadsafe(arrived.set))
-    await arrived.wait()
-    return future.result()
+def _serve(scheduler: Scheduler, inbox: queue.SimpleQueue[Command | None]) -> None:
+    """Commands first, then a step; until None comes. A step that breaks ends the calls in it, not the engine."""
+    while True:
+        try:
+            command = inbox.get(block=scheduler.idle)
+        except queue.Empty:
+            try:
+                scheduler.step()
+            except Exception as error:
+                failure = EngineError(f"the embedded engine's forward pass failed: {error}")
+                failure.__cause__ = error
+                scheduler.fail(failure)
+            continue
+        if command is None:
+            break
+        command(scheduler)
+    scheduler.close()
+
+
+def _execute(work: Callable[[Scheduler], T], future: Future[T], scheduler: Scheduler) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(work(scheduler))
+    except Exception as error:
+        future.set_exception(error)
+
+
+def _remaining(sampling: SamplingParams, done: int) -> SamplingParams:
+    """What is left to sample once `done` tokens are there; a given seed moves on, so as not to repeat its stream."""
+    if not done:
+        return sampling
+    return replace(
+        sampling,
+        max_tokens=None if sampling.max_tokens is None else sampling.max_tokens - done,
+        seed=None if sampling.seed is None else sampling.seed + done,
+    )
+
+
+def _joined(parts: Sequence[Generation]) -> Generation:
+    spans: list[VersionSpan] = []
+    for span in (span for part in parts for span in part.versions):
+        if spans and spans[-1].version == span.version:
+            span = VersionSpan(span.version, spans.pop().count + span.count)
+        spans.append(span)
+    return Generation(
+        token_ids(np.concatenate([part.output_ids for part in parts])),
+        log_probs(np.concatenate([part.logprobs for part in parts])),
+        parts[-1].finish_reason,
+        tuple(spans),
+        parts[-1].stop,
+    )

@@ -1,0 +1,203 @@
+"""One forward pass over sequences of different lengths, without padding: exact, and as cheap as one batch.
+
+The new tokens of every sequence are laid end to end in one row, so that all matrix products are shared; only attention
+goes sequence by sequence, each against its own keys and values. It plugs into transformers' attention interface, so
+any causal LM whose layers are plain or sliding-window attention works unchanged.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedModel
+
+from ..errors import EngineError
+from ..records import LogProbs, log_probs
+
+ATTENTION = "polar_ragged"
+_STOCK = "sdpa"
+_BLOCK = 256
+_SCORE_ROWS = 256
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+
+
+class KeyValues:
+    """The keys and values of one sequence: a pair of [heads, capacity, head_dim] per layer, `length` of them valid."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that memory is held for."""
+        return next((keys.shape[1] for keys, _ in self._layers.values()), 0)
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Put new [heads, n, head_dim] behind the valid ones; returns all `length + n` of the layer.
+
+        `length` moves by `commit`, once every layer has been written.
+        """
+        end = self.length + keys.shape[1]
+        held = self._layers.get(layer)
+        if held is None or held[0].shape[1] < end:
+            held = self._layers[layer] = (_grown(held and held[0], keys, end), _grown(held and held[1], values, end))
+        held[0][:, self.length : end] = keys
+        held[1][:, self.length : end] = values
+        return held[0][:, :end], held[1][:, :end]
+
+    def commit(self, count: int) -> None:
+        self.length += count
+
+    def fork(self, length: int) -> KeyValues:
+        """A copy of the first `length` tokens."""
+        copy = KeyValues()
+        copy.length = length
+        copy._layers = {
+            layer: (_grown(keys[:, :length], keys, length), _grown(values[:, :length], values, length))
+            for layer, (keys, values) in self._layers.items()
+        }
+        return copy
+
+
+def _grown(old: Tensor | None, like: Tensor, needed: int) -> Tensor:
+    held = 0 if old is None else old.shape[1]
+    capacity = -(-max(needed, min(2 * held, held + 4096)) // _BLOCK) * _BLOCK
+    new = like.new_empty((like.shape[0], capacity, like.shape[2]))
+    if old is not None:
+        new[:, :held] = old
+    return new
+
+
+@dataclass(eq=False)
+class Row:
+    """The next tokens of one sequence, which follow those in `kv`."""
+
+    kv: KeyValues
+    ids: Sequence[int]
+    _masks: dict[int | None, Tensor | None] = field(default_factory=dict[int | None, Tensor | None])
+
+    def mask(self, window: int | None, device: torch.device) -> Tensor | None:
+        """Bool [n, length + n], True where a token may look; None where it may look everywhere."""
+        if window not in self._masks:
+            self._masks[window] = _mask(self.kv.length, len(self.ids), window, device)
+        return self._masks[window]
+
+
+def _mask(past: int, new: int, window: int | None, device: torch.device) -> Tensor | None:
+    if new == 1 and (window is None or past < window):
+        return None
+    keys = torch.arange(past + new, device=device)
+    queries = torch.arange(past, past + new, device=device)[:, None]
+    seen = keys <= queries
+    return seen if window is None else seen & (keys > queries - window)
+
+
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    rows: Sequence[Row] = (),
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention that transformers calls: query [1, heads, tokens, head_dim] to [1, tokens, heads, head_dim]."""
+    if odd := [name for name in _UNSUPPORTED if kwargs.get(name) is not None]:
+        raise EngineError(f"{type(module).__name__} needs {', '.join(odd)}, which the embedded engine does not compute")
+    out: list[Tensor] = []
+    start = 0
+    for row in rows:
+        end = start + len(row.ids)
+        keys, values = row.kv.write(module.layer_idx, key[0, :, start:end], value[0, :, start:end])
+        seen = scaled_dot_product_attention(
+            query[:, :, start:end],
+            keys[None],
+            values[None],
+            attn_mask=row.mask(sliding_window, query.device),
+            scale=scaling,
+            enable_gqa=keys.shape[0] != query.shape[1],
+        )
+        out.append(seen)
+        start = end
+    return torch.cat(out, dim=2).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(ATTENTION, _attend)
+
+
+def adopt(model: PreTrainedModel) -> None:
+    """Make `model` compute attention by rows. Raises EngineError where its architecture does not allow it."""
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    model.set_attn_implementation(ATTENTION)
+    if getattr(model.config, "_attn_implementation", None) != ATTENTION or kinds - {
+        "full_attention",
+        "sliding_attention",
+    }:
+        model.set_attn_implementation(_STOCK)
+        raise EngineError(
+            f"the embedded engine runs causal LMs of plain or sliding-window attention, not {type(model).__name__}"
+            f" (layers: {', '.join(sorted(kinds)) or 'unknown'}); serve it with SGLang or vLLM"
+        )
+    model.eval()
+
+
+def release(model: PreTrainedModel) -> None:
+    """Undo `adopt`."""
+    model.set_attn_implementation(_STOCK)
+
+
+@torch.inference_mode()
+def forward(model: PreTrainedModel, rows: Sequence[Row]) -> Tensor:
+    """Logits after each row's last token, float32 [rows, vocab]; the rows' keys and values are kept."""
+    ids = [token for row in rows for token in row.ids]
+    positions = [row.kv.length + i for row in rows for i in range(len(row.ids))]
+    last = torch.tensor([len(row.ids) for row in rows], device=model.device).cumsum(0) - 1
+    logits = model(
+        input_ids=torch.tensor([ids], device=model.device),
+        position_ids=torch.tensor([positions], device=model.device),
+        use_cache=False,
+        logits_to_keep=last,
+        rows=rows,
+    ).logits[0]
+    for row in rows:
+        row.kv.commit(len(row.ids))
+    return logits.float()
+
+
+@torch.inference_mode()
+def score(model: PreTrainedModel, ids: Sequence[int], temperature: float) -> LogProbs:
+    """float32 [n - 1]: the log-probability of each id after the ids before it, by one stock forward pass.
+
+    It shares no cache and no attention code with `forward`, so that one can prove the other.
+    """
+    with _stock_attention(model):
+        tokens = torch.tensor([list(ids)], device=model.device)
+        logits = model(input_ids=tokens, use_cache=False).logits[0, :-1]
+    scale = temperature or 1.0
+    parts: list[Any] = []
+    for start in range(0, logits.shape[0], _SCORE_ROWS):
+        part = torch.log_softmax(logits[start : start + _SCORE_ROWS].float() / scale, dim=-1)
+        wanted = tokens[0, start + 1 : start + 1 + part.shape[0], None]
+        parts.append(part.gather(1, wanted)[:, 0].cpu().numpy())
+    return log_probs(np.concatenate(parts) if parts else [])
+
+
+@contextmanager
+def _stock_attention(model: PreTrainedModel) -> Generator[None]:
+    model.set_attn_implementation(_STOCK)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(ATTENTION)

