@@ -1,0 +1,122 @@
+"""One generation out of several upstream calls: what an engine aborted is asked for again from where it stopped."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import anyio
+import numpy as np
+
+from ..errors import EngineBusy, EngineError
+from ..records import FinishReason, Generation, LogProbs, TokenIds, VersionSpan, log_probs, token_ids
+
+_FIRST_PAUSE = 0.05
+_LONGEST_PAUSE = 5.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """What one upstream call sampled."""
+
+    output_ids: TokenIds
+    logprobs: LogProbs
+    versions: tuple[VersionSpan, ...]
+    finish: FinishReason | None
+    """None: the engine aborted the call, and the rest is still to be sampled."""
+    stop: str | None = None
+
+
+Call = Callable[[TokenIds, int, int], Awaitable[Segment]]
+"""(prompt so far, tokens left, number of the call from 0) -> what it sampled."""
+
+
+def segment(
+    output_ids: Sequence[int],
+    logprobs: Sequence[float],
+    versions: tuple[VersionSpan, ...],
+    finish: FinishReason | None,
+    stop: str | None = None,
+) -> Segment:
+    """A checked Segment. Raises EngineError where the engine's lists do not belong together.
+
+    A trace built from lists that are off by one trains every token on its neighbour's probability, and nothing shows.
+    """
+    if len(output_ids) != len(logprobs):
+        raise EngineError(
+            f"the engine returned {len(output_ids)} output ids but {len(logprobs)} log-probabilities:"
+            " one side lost or trimmed a token, so neither can be trusted"
+        )
+    try:
+        ids, probabilities = token_ids(np.asarray(output_ids, np.int64)), log_probs(list(logprobs))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise EngineError(f"the engine returned ids or log-probabilities that are no numbers: {error}") from error
+    if not np.isfinite(probabilities).all():
+        position = int(np.flatnonzero(~np.isfinite(probabilities))[0])
+        raise EngineError(f"the engine returned no finite log-probability for output token {position}")
+    told = sum(span.count for span in versions)
+    if versions and told != len(ids):
+        raise EngineError(f"the engine's weight-version spans cover {told} tokens of {len(ids)}")
+    return Segment(ids, probabilities, versions, finish, stop)
+
+
+async def sample_to_end(
+    call: Call, prompt_ids: TokenIds, max_tokens: int, stop_ids: Sequence[int], *, reissues: int
+) -> Generation:
+    """Call until the engine finishes of itself, and join what it sampled into one Generation.
+
+    `reissues` bounds the calls in a row that were aborted before they sampled anything; progress resets it.
+    Raises EngineBusy beyond it, and whatever `call` raises.
+    """
+    done: list[Segment] = []
+    sampled, fruitless, pauses = 0, 0, _pauses()
+    for number in itertools.count():
+        done.append(await call(prompt_ids, max_tokens - sampled, number))
+        fresh = done[-1].output_ids
+        sampled += len(fresh)
+        finish = done[-1].finish or _end_of_aborted(fresh, max_tokens - sampled, stop_ids)
+        if finish is not None:
+            return _joined(done, finish)
+        if len(fresh):
+            fruitless, pauses = 0, _pauses()
+            prompt_ids = np.concatenate((prompt_ids, fresh))
+        fruitless += 1
+        if fruitless > reissues:
+            raise EngineBusy(f"the engine aborted this call {fruitless} times in a row without sampling a token")
+        await anyio.sleep(next(pauses))
+    raise AssertionError("unreachable")
+
+
+def _end_of_aborted(fresh: TokenIds, left: int, stop_ids: Sequence[int]) -> FinishReason | None:
+    """An abort may land just after the last token: nothing is sampled beyond an end that was reached."""
+    if len(fresh) and int(fresh[-1]) in stop_ids:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if left <= 0 else None
+
+
+def _pauses() -> Iterator[float]:
+    """Short at first (most aborts make room for a weight update of moments), then patient."""
+    pause = _FIRST_PAUSE
+    while True:
+        yield pause
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _joined(done: Sequence[Segment], finish: FinishReason) -> Generation:
+    return Generation(
+        output_ids=token_ids(np.concatenate([part.output_ids for part in done])),
+        logprobs=log_probs(np.concatenate([part.logprobs for part in done])),
+        finish_reason=finish,
+        versions=_runs(done),
+        stop=done[-1].stop,
+    )
+
+
+def _runs(done: Sequence[Segment]) -> tuple[VersionSpan, ...]:
+    """Neighbouring spans of one version become one; empty where any part has no versions."""
+    if any(len(part.output_ids) and not part.versions for part in done):
+        return ()
+    spans = [span for part in done for span in part.versions if span.count]
+    runs = itertools.groupby(spans, key=lambda span: span.version)
+    return tuple(VersionSpan(version, sum(span.count for span in group)) for version, group in runs)

@@ -1,0 +1,251 @@
+"""SGLang's token endpoint: `POST /generate` with `input_ids`, at a server or behind its router.
+
+Written against SGLang 0.5.23 (`managers/io_struct.py: GenerateReqInput`, `entrypoints/http_server.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import anyio
+
+from ..errors import EngineBusy, EngineError
+from ..records import FinishReason, Generation, JSONObject, SamplingParams, TokenIds, VersionSpan, token_ids
+from .base import EngineInfo
+from .http import KEEP_ALIVE, Upstream
+from .limits import Limits
+from .segments import Segment, sample_to_end, segment
+
+_WORKERS_SECONDS = 30.0  # how long a router's list of workers is believed
+_STRIPPED = (
+    "a proxy or router in between drops fields (sglang-router 0.3.2 does so on its chat routes)."
+    " Set engine.url to a SGLang server itself, or to a router that passes /generate through unchanged"
+)
+
+
+class SGLangEngine:
+    """Samples at an SGLang server or router. Use it within `async with`; any number of calls at a time."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str | None = None,
+        context_length: int | None = None,
+        vocab_size: int | None = None,
+        headers: Mapping[str, str] | None = None,
+        max_connections: int = 1024,
+        connect_timeout: float = 10.0,
+        request_timeout: float = 3600.0,
+        retries: int = 10,
+        reissues: int = 20,
+        keep_alive: float = KEEP_ALIVE,
+    ) -> None:
+        """`url` is the address before "/generate".
+
+        model: a name to show; default: the server's own.
+        context_length: prompt and output tokens together; default: what `probe` finds.
+        vocab_size: ids at or above it are refused here, since one of them kills the server. The server does not tell
+            it, so pass the renderer's.
+        headers: sent with each request, as for an API key.
+        max_connections: sockets; further calls wait for one.
+        connect_timeout: seconds to connect.
+        request_timeout: seconds for one `generate`, retries and re-issues included; then EngineBusy.
+        retries: how often a call that the engine did not begin is sent again.
+        reissues: how often in a row a call may be aborted before it sampled anything.
+        keep_alive: seconds an idle socket is kept; must be less than the server's (5 s).
+        """
+        self._upstream = Upstream(
+            url,
+            headers=headers or {},
+            max_connections=max_connections,
+            connect_timeout=connect_timeout,
+            retries=retries,
+            keep_alive=keep_alive,
+        )
+        self._model = model
+        self._limits = Limits(context_length, vocab_size)
+        self._request_timeout = request_timeout
+        self._reissues = reissues
+        self._workers: tuple[str, ...] = ()
+        self._workers_until = 0.0
+
+    async def __aenter__(self) -> SGLangEngine:
+        await self._upstream.__aenter__()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._upstream.__aexit__(*exc)
+
+    async def generate(
+        self,
+        prompt_ids: TokenIds,
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        session_id: str,
+        stop_ids: Sequence[int] = (),
+    ) -> Generation:
+        """See `Engine.generate`. No `request_id` may be the beginning of another: SGLang aborts by prefix."""
+        max_tokens = sampling.max_tokens or 0
+        self._limits.check(prompt_ids, max_tokens)
+        params = _sampling_params(sampling, stop_ids)
+
+        async def call(prompt: TokenIds, left: int, number: int) -> Segment:
+            rid = f"{request_id}_{number:03d}"
+            return await self._call(prompt, {**params, "max_new_tokens": left}, rid, session_id)
+
+        try:
+            with anyio.fail_after(self._request_timeout):
+                return await sample_to_end(call, prompt_ids, max_tokens, stop_ids, reissues=self._reissues)
+        except TimeoutError as error:
+            raise EngineBusy(f"no whole answer from {self._upstream.url} in {self._request_timeout:g} s") from error
+
+    async def _call(self, prompt: TokenIds, params: Mapping[str, Any], rid: str, session_id: str) -> Segment:
+        payload = {
+            "rid": rid,
+            "input_ids": prompt,
+            "sampling_params": params,
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "stream": False,
+        }
+        answer = await self._upstream.post(
+            "/generate", payload, headers={"X-SMG-Routing-Key": session_id}, abort=lambda: self._abort(rid)
+        )
+        return read_segment(answer.json(), len(prompt))
+
+    async def _abort(self, rid: str) -> None:
+        """Tell the server, or each worker behind a router that has no such route."""
+        if anyio.current_time() > self._workers_until or not self._workers:
+            if await self._upstream.tell(self._upstream.url, "/abort_request", {"rid": rid}):
+                return
+            self._workers = await self._list_workers()
+            self._workers_until = anyio.current_time() + _WORKERS_SECONDS
+        async with anyio.create_task_group() as group:
+            for worker in self._workers:
+                group.start_soon(self._upstream.tell, worker, "/abort_request", {"rid": rid})
+
+    async def _list_workers(self) -> tuple[str, ...]:
+        answer = await self._upstream.get("/workers")
+        if answer is None:
+            return ()
+        return tuple(_worker_url(worker["url"]) for worker in answer.json().get("workers", ()))
+
+    async def probe(self) -> EngineInfo:
+        """See `Engine.probe`. What it finds out also bounds later calls, where the constructor was told nothing."""
+        health = await self._upstream.get("/health")
+        if health is not None and health.status != 200:
+            raise EngineError(f"{health.url} answered {health.status}: the server is still starting, or has failed")
+        model, server = await self._info("model_info"), await self._info("server_info")
+        found = Limits(_context_length(server), model.get("vocab_size"))
+        self._limits = Limits(
+            self._limits.context_length or found.context_length, self._limits.vocab_size or found.vocab_size
+        )
+        if self._limits.context_length is None:
+            raise EngineError(f"{self._upstream.url} does not tell its context: set engine.context_length")
+        await self._sample_one()
+        name = self._model or model.get("served_model_name") or model.get("model_path") or ""
+        return EngineInfo(name, self._limits.context_length, str(model.get("weight_version") or ""))
+
+    async def _sample_one(self) -> None:
+        sampling = SamplingParams(max_tokens=1)
+        params = {**_sampling_params(sampling, ()), "max_new_tokens": 1}
+        one = await self._call(token_ids([0]), params, f"probe_{id(self):x}", "probe")
+        if len(one.output_ids) != 1:
+            raise EngineError(f"{self._upstream.url} was asked for one token and sampled {len(one.output_ids)}")
+
+    async def _info(self, name: str) -> JSONObject:
+        """What the server says of itself: at `url`, else at the first worker behind it."""
+        for base in (self._upstream.url, *(await self._list_workers())[:1]):
+            for path in (f"/{name}", f"/get_{name}"):
+                answer = await self._upstream.get(path, base=base)
+                if answer is not None and answer.status == 200:
+                    return answer.json()
+        return {}
+
+
+def _sampling_params(sampling: SamplingParams, stop_ids: Sequence[int]) -> dict[str, Any]:
+    params: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(stop_ids),
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+        "no_stop_trim": True,
+    }
+    return params if sampling.seed is None else {**params, "sampling_seed": sampling.seed}
+
+
+def read_segment(answer: JSONObject, prompt_tokens: int) -> Segment:
+    """Parse one answer of /generate. Raises EngineError where ids or log-probabilities are missing or disagree."""
+    meta: Any = answer.get("meta_info")
+    if not isinstance(meta, dict):
+        raise EngineError(f"the answer has no `meta_info`: {_STRIPPED}")
+    return _read(answer.get("output_ids"), cast("JSONObject", meta), prompt_tokens)
+
+
+def _read(ids: Any, meta: JSONObject, prompt_tokens: int) -> Segment:
+    pairs: Any = meta.get("output_token_logprobs")
+    if ids is None or pairs is None:
+        missing = "output_ids" if ids is None else "meta_info.output_token_logprobs"
+        raise EngineError(f"the answer has no `{missing}`: {_STRIPPED}")
+    _check_prompt(meta, prompt_tokens)
+    try:
+        return _segment(list(ids), [(pair[0], pair[1]) for pair in pairs], meta)
+    except (TypeError, KeyError, IndexError, AttributeError) as error:
+        raise EngineError(f"the answer of /generate cannot be read: {error!r}") from error
+
+
+def _segment(ids: list[int], pairs: list[tuple[float, int]], meta: JSONObject) -> Segment:
+    finish, stop = _finish(meta["finish_reason"])
+    checked = segment(ids, [logprob for logprob, _ in pairs], _versions(meta, len(ids)), finish, stop)
+    for position, (sampled, (_, scored)) in enumerate(zip(ids, pairs, strict=True)):
+        if sampled != scored:
+            raise EngineError(
+                f"output_ids and output_token_logprobs disagree at {position}: {sampled} against {scored}"
+            )
+    return checked
+
+
+def _check_prompt(meta: JSONObject, sent: int) -> None:
+    """A server with --allow-auto-truncate samples under another context than the one that is recorded."""
+    read = meta.get("prompt_tokens")
+    if read is not None and read != sent:
+        raise EngineError(f"{sent} prompt tokens were sent but the engine read {read}: switch its truncation off")
+
+
+def _finish(reason: JSONObject) -> tuple[FinishReason | None, str | None]:
+    kind, matched = reason["type"], reason.get("matched")
+    if kind == "stop":
+        return FinishReason.STOP, matched if isinstance(matched, str) else None
+    if kind == "length":
+        return FinishReason.LENGTH, None
+    if kind == "abort" and reason.get("status_code") is None:
+        return None, None
+    raise EngineError(f"the engine ended the call with {kind}: {reason.get('message')}")
+
+
+def _versions(meta: JSONObject, count: int) -> tuple[VersionSpan, ...]:
+    spans = meta.get("weight_versions")
+    if spans:
+        return tuple(VersionSpan(str(span["version"]), span["end"] - span["start"]) for span in spans)
+    version = meta.get("weight_version")
+    return () if version is None or not count else (VersionSpan(str(version), count),)
+
+
+def _context_length(server: JSONObject) -> int | None:
+    """Of a request that is served whole: SGLang keeps a few tokens back, and its KV pool may be the smaller bound."""
+    # `max_req_input_len` (tp_worker.py) is the longest prompt it takes; one token must be left to sample.
+    longest = server.get("max_req_input_len")
+    known = [bound for bound in (server.get("context_length"), longest and longest + 1) if bound]
+    return min(known) if known else None
+
+
+def _worker_url(url: str) -> str:
+    """A data-parallel worker is listed as "http://host:port@rank"."""
+    address, _, rank = url.rpartition("@")
+    return (address if rank.isdigit() and address else url).rstrip("/")
