@@ -125,7 +125,7 @@ def quickstart(options: Options, console: Console) -> Result:
     directory = resolve_model(options.model, cache_directory())
     console.print(f"model: {options.model} ({directory.name}); {len(rows)} tasks x {options.attempts} attempts")
     ready = time.monotonic()
-    engine = TransformersEngine(directory, script=_script(options, directory, rows))
+    engine = TransformersEngine(directory, script=_script(options, rows))
     kept: list[Observed] = []
 
     def factory(config: RolloutConfig) -> RolloutService:
@@ -225,26 +225,20 @@ def slime_arguments(options: Options, directory: Path, recipe: Path, tasks: int)
     )
 
 
-def _script(options: Options, directory: Path, rows: Sequence[Mapping[str, Any]]) -> Script | None:
-    """Scripted replies as token ids: a list of replies a task, of lists where attempts of a task differ."""
+def _script(options: Options, rows: Sequence[Mapping[str, Any]]) -> Script | None:
+    """Scripted replies by task, then by attempt (taken in turn), then by model call; None where there are no more."""
     if options.agent_script is None:
         return None
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(directory))
     scripts = cast("dict[str, list[list[str]]]", yaml.safe_load(options.agent_script.read_text()))
     known = [str(row["task_id"]) for row in rows]
     if missing := [name for name in known if name not in scripts]:
         raise ConfigError(f"{options.agent_script} has no replies for {missing}; it has {sorted(scripts)}")
 
-    def script(session_id: str, call: int) -> list[int] | None:
-        _, group, index, _ = session_id.split("-")
+    def script(session_id: str, turn: int, prompt: str) -> str | None:
+        _, group, index, *_ = session_id.split("-")
         variants = scripts[known[int(group[1:]) % len(known)]]
         replies = variants[int(index) % options.attempts % len(variants)]
-        if call >= len(replies):
-            return None
-        ids: list[int] = tokenizer(replies[call], add_special_tokens=False)["input_ids"]
-        return [*ids, int(tokenizer.eos_token_id)]
+        return replies[turn] if turn < len(replies) else None
 
     return script
 
