@@ -1,61 +1,206 @@
-"""A TCP port inside a sandbox that leads to the proxy's Unix socket, so that the sandbox needs no network.
+"""The first process of a sandbox: listens for the proxy, starts one command, reaps, and ends with its exit code.
 
-Run inside, by whatever Python 3.8+ the sandbox has: `python3 forward.py PORT SOCKET COMMAND...`. It listens on
-127.0.0.1:PORT, then runs COMMAND and ends with its exit code. Standard library only; it imports nothing of ours.
+Run inside as `python -I -S forward.py FD`, standard library only, Python >= 3.8. FD holds a JSON object:
+
+    argv, env, cwd     what to start; nothing of it is on this process's own command line
+    listen, socket     TCP port on 127.0.0.1 whose connections are relayed to this Unix socket; null: no relay
+    limits             {"data": bytes, "nproc": count}, as RLIMIT_*
+    started            descriptor that gets one byte once the command has been forked
+    own_tree           true outside a PID namespace: kill all descendants at the end, on SIGTERM, and if the parent dies
+
+As PID 1 of its namespace it cannot be killed from inside, and the kernel ends the others when it ends. The port listens
+before the command starts. Exit codes are the shell's: 128 + n for signal n, 127 not found, 126 not startable.
 """
 
+# ruff: noqa: SIM105, PTH123, PTH208 - each import would be paid for at every command
+from __future__ import annotations
+
+import json
 import os
-import selectors
+import signal
 import socket
-import subprocess
 import sys
 import threading
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # importing typing costs as much as all the rest
+    from collections.abc import Iterator
+    from typing import Any, NoReturn
+
+CHUNK = 65536
 
 
-def pump(source: socket.socket, target: socket.socket) -> None:
+def main() -> NoReturn:
+    fd = int(sys.argv[1])
+    with open(fd, "rb") as stream:
+        start: dict[str, Any] = json.loads(stream.read())
+    started: int = start["started"]
+    os.set_inheritable(started, False)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if start["own_tree"]:
+        adopt_descendants()
+    listener = None if start["listen"] is None else listening(start["listen"])
+    child = spawn(start)
+    if listener is not None:
+        threading.Thread(target=accept, args=(listener, start["socket"]), daemon=True).start()
+    os.write(started, b"1")
+    code = wait(child)
+    if start["own_tree"]:
+        kill_descendants()
+    os._exit(code)
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def spawn(start: dict[str, Any]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 126
     try:
-        while data := source.recv(65536):
-            target.sendall(data)
-        target.shutdown(socket.SHUT_WR)
+        os.setsid()
+        for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        limit(start["limits"])
+        os.chdir(start["cwd"])
+        os.execvpe(start["argv"][0], start["argv"], start["env"])
+    except OSError as error:
+        in_cwd = error.filename == start["cwd"]
+        code = 127 if isinstance(error, FileNotFoundError) and not in_cwd else 126
+        report(f"{start['cwd'] if in_cwd else start['argv'][0]}: {error.strerror}")
+    finally:
+        os._exit(code)
+
+
+def limit(limits: dict[str, int]) -> None:
+    import resource
+
+    kinds = {"data": resource.RLIMIT_DATA, "nproc": resource.RLIMIT_NPROC}
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for name, value in limits.items():
+        resource.setrlimit(kinds[name], (value, value))
+
+
+def report(text: str) -> None:
+    os.write(2, f"sandbox: {text}\n".encode(errors="surrogateescape"))
+
+
+def wait(child: int) -> int:
+    """Reap whatever ends until the command does; its exit code."""
+    while True:
+        pid, status = os.wait()
+        if pid == child:
+            return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+
+# --- the relay -------------------------------------------------------------------------------------------------------
+
+
+def listening(port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("127.0.0.1", port))
+    listener.listen(128)
+    return listener
+
+
+def accept(listener: socket.socket, target: str) -> None:
+    while True:
+        try:
+            client, _ = listener.accept()
+        except OSError:  # out of descriptors, say: the next one may find some
+            time.sleep(0.05)
+            continue
+        threading.Thread(target=relay, args=(client, target), daemon=True).start()
+
+
+def relay(client: socket.socket, target: str) -> None:
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with client, server:
+        try:
+            server.connect(target)
+        except OSError as error:
+            report(f"cannot reach the proxy: {error.strerror}")
+            return
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        up = threading.Thread(target=copy, args=(client, server), daemon=True)
+        up.start()
+        copy(server, client)
+        up.join()
+
+
+def copy(source: socket.socket, sink: socket.socket) -> None:
+    """Bytes, then the end of them: each side learns at once that the other has hung up."""
+    try:
+        while data := source.recv(CHUNK):
+            sink.sendall(data)
+        sink.shutdown(socket.SHUT_WR)
     except OSError:
-        for end in (source, target):
+        for end in (source, sink):
             try:
                 end.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+
+
+# --- without a PID namespace -----------------------------------------------------------------------------------------
+
+
+def adopt_descendants() -> None:
+    """Orphans become our children, so none escapes `kill_descendants`; a dead parent is a SIGTERM."""
+    import ctypes
+
+    set_parent_death_signal, set_child_subreaper = 1, 36
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(set_child_subreaper, 1, 0, 0, 0)
+    libc.prctl(set_parent_death_signal, int(signal.SIGTERM), 0, 0, 0)
+    signal.signal(signal.SIGTERM, on_terminate)
+
+
+def on_terminate(number: int, frame: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    kill_descendants()
+    os._exit(128 + number)
+
+
+def kill_descendants() -> None:
+    while True:
+        for pid in descendants():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.002)
+
+
+def descendants() -> Iterator[int]:
+    parents = dict(processes())
+    for pid in parents:
+        ancestor = pid
+        while ancestor in parents:
+            ancestor = parents[ancestor]
+            if ancestor == os.getpid():
+                yield pid
+                break
+
+
+def processes() -> Iterator[tuple[int, int]]:
+    """(pid, parent) of every process there is."""
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat", "rb") as stream:
+                    yield int(name), int(stream.read().rpartition(b")")[2].split()[1])
             except OSError:
                 continue
 
 
-def connect(client: socket.socket, path: str) -> None:
-    upstream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        upstream.connect(path)
-    except OSError:
-        client.close()
-        return
-    back = threading.Thread(target=pump, args=(upstream, client), daemon=True)
-    back.start()
-    pump(client, upstream)
-    back.join()
-    client.close()
-    upstream.close()
-
-
-def serve(listener: socket.socket, path: str) -> None:
-    with selectors.DefaultSelector() as selector:
-        selector.register(listener, selectors.EVENT_READ)
-        while selector.select():
-            client, _ = listener.accept()
-            threading.Thread(target=connect, args=(client, path), daemon=True).start()
-
-
-def main() -> int:
-    port, path, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
-    listener = socket.create_server(("127.0.0.1", port), backlog=128)
-    threading.Thread(target=serve, args=(listener, path), daemon=True).start()
-    code = subprocess.Popen(command).wait()
-    return 128 - code if code < 0 else code
-
-
 if __name__ == "__main__":
-    sys.stdout.flush()
-    os._exit(main())
+    main()

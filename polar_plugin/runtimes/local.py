@@ -1,145 +1,148 @@
-"""Sandboxes on this machine: bubblewrap namespaces by default, a plain subprocess only when told.
+"""Sandboxes on this machine: bubblewrap, or, only when told, plain processes without isolation.
 
-Each command is one bubblewrap process with its own namespaces; what lasts is a directory of the attempt's own
-(workspace, home, /tmp). Under `proxy_only` a sandbox has no network:
-a forwarder inside leads 127.0.0.1 to the proxy's Unix socket.
+What holds under bubblewrap: no write outside workspace, home and /tmp, which are the attempt's own; nothing of the
+host's home directories or of other attempts is visible; no process outlives its `exec`; under `network: proxy_only`
+the only peer is the proxy. What does not: disk space is unlimited, and `memory_mb` bounds each process's data
+(RLIMIT_DATA), not their sum. Where the trainer runs as root, files made inside belong to root outside, and
+`max_processes` has no effect (the kernel exempts root).
+
+With `isolation: none` an agent can do whatever the trainer's user can. Its processes are killed by following the
+process tree; one that kills its supervisor first escapes.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
 import logging
 import os
 import shutil
-import signal
 import sys
-import sysconfig
 import tempfile
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
-import anyio.to_thread
-from anyio.abc import Process
+import anyio
 
 from ..errors import ConfigError, SandboxError
 from ..records import RuntimeSpec
-from . import forward
+from . import bubblewrap, forward
 from .base import ExecResult, ProxyEndpoint
-from .process import kill_group, run
+from .bubblewrap import CONTROL, ETC_STUBS, HOME, Mounts
+from .supervised import Start, python, run_isolated, run_plain
+from .trees import copy_tree, remove_tree
 
-_log = logging.getLogger("polar_plugin.runtimes")
-_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-_ETC = (
-    "ld.so.cache",
-    "ld.so.conf",
-    "ld.so.conf.d",
-    "alternatives",
-    "ssl",
-    "ca-certificates",
-    "localtime",
-    "mime.types",
-)
-_NETWORKS = ("proxy_only", "none", "host")
-_PROXY_PORT = 8_080  # inside a network namespace of its own any port is free
-_MARK = "POLAR_SANDBOX_EXEC"
+PROXY_PORT = 8399
+"""Where the proxy is found inside; each command has a loopback of its own, so it never collides."""
+NETWORKS = ("proxy_only", "none", "host")
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_SOCKET = f"{CONTROL}/proxy.sock"
+_COPY = """set -e
+if [ ! -e "$1" ] && [ ! -L "$1" ]; then echo "it does not exist" >&2; exit 1; fi
+mkdir -p "$(dirname "$2")"
+cp -RPT --preserve=mode,timestamps --remove-destination "$1" "$2"
+"""
+
+_log = logging.getLogger("polar_plugin.runtimes.local")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalOptions:
+    """`runtime.kwargs` of this backend."""
+
+    isolation: Literal["bubblewrap", "none"] = "bubblewrap"
+    root: str | None = None
+    """Where attempts' directories are made; default: the system's temporary directory."""
+    ro_binds: Sequence[str] = ()
+    """More of the host, read-only: "PATH" or "PATH:INSIDE". A node installation, say."""
+    output_bytes: int = 8 << 20
+    """How much of a command's stdout, and of its stderr, is kept: the tail."""
+    max_processes: int | None = None
+    """Processes of one command at once (RLIMIT_NPROC); not enforced where the trainer runs as root."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Execution:
+    """One command under way: its control directory, and how `stop` ends it."""
+
+    directory: Path
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    ended: anyio.Event = field(default_factory=anyio.Event)
 
 
 class LocalRuntime:
-    """`Runtime` on this machine. Limits on memory are per process (RLIMIT_AS); there is no limit on CPU or disk."""
+    """One attempt's directories, and one sandbox around each command that runs on them.
+
+    `spec.image` is a directory whose content is copied into the workspace at `start`. Workspace, $HOME and /tmp
+    persist over commands; processes do not.
+    """
 
     def __init__(
-        self,
-        spec: RuntimeSpec,
-        *,
-        proxy: ProxyEndpoint | None,
-        labels: Mapping[str, str],
-        isolation: str = "bubblewrap",
-        ro_binds: Sequence[str] = (),
-        root: str | None = None,
+        self, spec: RuntimeSpec, *, proxy: ProxyEndpoint | None, labels: Mapping[str, str], **options: Any
     ) -> None:
-        """`spec.image`, if set, is a directory whose content the workspace starts with.
-
-        `ro_binds` are host paths shown read-only under the same path (a Node.js prefix, say); `root` is where the
-        attempt's directory is made. Raises ConfigError for what this backend cannot do.
-        """
-        if isolation not in ("bubblewrap", "none"):
-            raise ConfigError(f"runtime.kwargs.isolation: use `bubblewrap` or `none`, got {isolation!r}")
-        if spec.network not in _NETWORKS:
-            raise ConfigError(f"runtime.network: the local backend has {', '.join(_NETWORKS)}; got {spec.network!r}")
-        if spec.gpus:
-            raise ConfigError("runtime.gpus: the local backend gives no GPUs")
-        self._spec = spec
-        self._proxy = proxy
-        self._labels = labels
-        self._isolated = isolation == "bubblewrap"
-        self._binds = tuple(ro_binds)
-        self._parent = root
+        """`options` go before `spec.kwargs`; see `LocalOptions`. Raises ConfigError."""
+        self._options = _options({**spec.kwargs, **options})
+        self._isolated = self._options.isolation == "bubblewrap"
+        self._shares_network = spec.network == "host" or not self._isolated
+        self._spec, self._proxy, self._labels = spec, proxy, labels
         self._directory: Path | None = None
         self._stopped = False
-        self.proxy_url = ""
+        self._running: set[_Execution] = set()
+        self._numbers = itertools.count()
         self.workdir = spec.workdir or "/workspace"
+        self.home = HOME
+        self.proxy_url = ""
+        _check(spec, proxy, shares_network=self._shares_network)
+
+    # --- life ---------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        if self._stopped:
-            raise SandboxError("this sandbox was stopped")
-        if self._isolated and not shutil.which("bwrap"):
+        """Make the attempt's directories, copy `image`, and prove that a command runs. Raises SandboxError."""
+        if self._directory is not None or self._stopped:
+            raise SandboxError("a sandbox is started once")
+        if self._isolated and shutil.which("bwrap") is None:
             raise SandboxError(
-                "bubblewrap is not installed: `apt-get install bubblewrap`, or set runtime.kwargs.isolation to `none`"
-                " to run agents without isolation"
+                "bubblewrap is not installed: `apt-get install bubblewrap`, or give up isolation with "
+                "`runtime.kwargs.isolation: none`"
             )
-        self._directory = Path(tempfile.mkdtemp(prefix="polar-", dir=self._parent))
-        await anyio.to_thread.run_sync(self._populate, self._directory)
-        self.proxy_url = self._inside_url()
-        if not self._isolated:
-            _log.warning(
-                "sandbox %s: agents run WITHOUT isolation, as this user, with this machine's network", self.name
-            )
-            self.workdir = str(self._directory / "workspace")
-        elif self._spec.network == "host":
-            _log.warning("sandbox %s: agents share this machine's network", self.name)
-
-    @property
-    def name(self) -> str:
-        return self._labels.get("session", "") or "local"
-
-    @property
-    def home(self) -> str:
-        """The home directory, as seen inside."""
-        return "/home/agent" if self._isolated else str(self._root / "home")
-
-    @property
-    def _root(self) -> Path:
-        if self._directory is None or self._stopped:
-            raise SandboxError("this sandbox is not running")
-        return self._directory
-
-    def _populate(self, directory: Path) -> None:
-        for name in ("home", "tmp"):
-            (directory / name).mkdir()
-        workspace = directory / "workspace"
-        try:
-            if self._spec.image:
-                shutil.copytree(self._spec.image, workspace, symlinks=True)
-            else:
-                workspace.mkdir()
-            shutil.copy(forward.__file__, directory / "forward.py")
-        except OSError as error:
-            raise SandboxError(f"cannot fill the workspace from image {self._spec.image!r}: {error}") from error
-
-    def _inside_url(self) -> str:
-        if self._proxy is None or self._spec.network == "none":
-            return ""
-        if not self._isolated or self._spec.network == "host":
-            return self._proxy.url
-        if self._proxy.unix_socket is None:
-            raise SandboxError("network `proxy_only` needs the proxy on a Unix socket")
-        return f"http://127.0.0.1:{_PROXY_PORT}"
+        self._warn()
+        self._directory = _make_directories(self._options.root, self._labels)
+        if self._spec.image:
+            await copy_tree(Path(self._spec.image), self._host("workspace"))
+        self._set_addresses()
+        proof = await self.exec(("true",), timeout=60)
+        if not proof.ok:
+            raise SandboxError(f"the sandbox cannot run a command: {proof.text.strip()}")
 
     async def stop(self) -> None:
-        """Commands end with the tasks that run them; what is left is the directory."""
+        """Kill what still runs and remove the directories. Twice is fine, and so is after a failed start."""
         self._stopped = True
+        running = tuple(self._running)
+        for execution in running:
+            execution.scope.cancel()
+        for execution in running:
+            await execution.ended.wait()
         if self._directory is not None:
-            await anyio.to_thread.run_sync(_remove, self._directory)
+            await remove_tree(self._directory)
+
+    def _warn(self) -> None:
+        if not self._isolated:
+            _log.warning("isolation: none. The agent can read and write whatever this user can, and reach any network")
+        elif self._shares_network:
+            _log.warning("network: host. The agent can reach whatever this machine can")
+        if self._spec.cpus is not None:
+            _log.warning("runtime.cpus is not enforced by the local runtime")
+
+    def _set_addresses(self) -> None:
+        if not self._isolated:
+            self.workdir, self.home = str(self._host("workspace")), str(self._host("home"))
+        if self._proxy is not None and self._spec.network != "none":
+            self.proxy_url = self._proxy.url if self._shares_network else f"http://127.0.0.1:{PROXY_PORT}"
+
+    # --- what can be done with it -------------------------------------------------------------------------------------
 
     async def exec(
         self,
@@ -150,156 +153,189 @@ class LocalRuntime:
         stdin: bytes = b"",
         timeout: float | None = None,
     ) -> ExecResult:
-        argv = ("bash", "-c", command) if isinstance(command, str) else tuple(command)
-        variables = {**self._base_env(), **self._spec.env, **(env or {})}
-        if self._spec.memory_mb:
-            argv = ("prlimit", f"--as={self._spec.memory_mb << 20}", "--", *argv)
-        if not self._isolated:
-            mark = uuid.uuid4().hex
-            where = self._outside(cwd or self.workdir)
-            variables[_MARK] = mark
-            return await run(argv, env=variables, cwd=str(where), stdin=stdin, timeout=timeout, kill=_killer(mark))
-        return await run(
-            self._wrapped(argv, cwd or self.workdir), env=variables, stdin=stdin, timeout=timeout, kill=kill_group
+        """As `Runtime.exec`; a script runs under bash, or sh without one. A missing `cwd` is exit code 126."""
+        with self._execution() as execution:
+            argv = self._script(execution, command) if isinstance(command, str) else tuple(command)
+            return await self._run(execution, argv, cwd=cwd or self.workdir, env=env, stdin=stdin, timeout=timeout)
+
+    async def upload(self, source: Path | bytes, target: str) -> None:
+        """As `Runtime.upload`. The copy is made inside, with the sandbox's own rights: planted links lead nowhere."""
+        with self._execution() as execution:
+            given = _given(source, execution)
+            origin = f"{CONTROL}/from" if self._isolated else str(given)
+            mounts = self._mounts(execution, read_only={origin: given})
+            await self._copy(execution, mounts, origin, self._inside(target), told=target)
+
+    async def download(self, source: str, target: Path) -> None:
+        """As `Runtime.download`. Set-uid bits are dropped; links stay links, wherever they lead."""
+        with self._execution() as execution:
+            staging = execution.directory / "staging"
+            staging.mkdir()
+            place = f"{CONTROL}/to" if self._isolated else str(staging)
+            mounts = self._mounts(execution, writable={place: staging})
+            await self._copy(execution, mounts, self._inside(source), f"{place}/copy", told=source)
+            _drop_set_id_bits(staging / "copy")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            await copy_tree(staging / "copy", target)
+
+    async def _copy(self, execution: _Execution, mounts: Mounts, source: str, target: str, *, told: str) -> None:
+        argv = (*self._script(execution, _COPY), source, target)
+        result = await self._run(execution, argv, cwd="/", mounts=mounts)
+        if not result.ok:
+            raise SandboxError(f"cannot copy {told!r}: {result.text.strip()}")
+
+    # --- one command --------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _execution(self) -> Generator[_Execution]:
+        """A command's control directory, gone with it. Raises SandboxError before `start` and after `stop`."""
+        if self._stopped:
+            raise SandboxError("the sandbox is stopped")
+        execution = _Execution(self._host("exec") / str(next(self._numbers)))
+        execution.directory.mkdir()
+        self._running.add(execution)
+        try:
+            yield execution
+        finally:
+            self._running.discard(execution)
+            shutil.rmtree(execution.directory, ignore_errors=True)
+            execution.ended.set()
+
+    async def _run(
+        self,
+        execution: _Execution,
+        argv: Sequence[str],
+        *,
+        cwd: str,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+        timeout: float | None = None,
+        mounts: Mounts | None = None,
+    ) -> ExecResult:
+        start = self._start(argv, self._inside(cwd), env or {})
+        limit = self._options.output_bytes
+        mounts = mounts or self._mounts(execution)
+
+        def around(status_fd: int) -> Iterator[str]:
+            yield shutil.which("bwrap") or "bwrap"
+            yield from bubblewrap.arguments(mounts, share_network=self._shares_network, status_fd=status_fd)
+
+        with execution.scope:
+            if not self._isolated:
+                return await run_plain(start, stdin=stdin, timeout=timeout, limit=limit)
+            supervisor = f"{CONTROL}/forward.py"
+            return await run_isolated(start, around, supervisor, stdin=stdin, timeout=timeout, limit=limit)
+        raise SandboxError("the sandbox was stopped while a command ran")
+
+    def _start(self, argv: Sequence[str], cwd: str, env: Mapping[str, str]) -> Start:
+        data, count = self._spec.memory_mb, self._options.max_processes
+        limits = {"data": data << 20 if data else None, "nproc": count}
+        return Start(
+            argv=list(argv),
+            env={**self._base_env(), **self._spec.env, **env},
+            cwd=cwd,
+            listen=PROXY_PORT if self.proxy_url and not self._shares_network else None,
+            socket=_SOCKET,
+            limits={name: value for name, value in limits.items() if value is not None},
+            own_tree=not self._isolated,
         )
 
     def _base_env(self) -> dict[str, str]:
-        path = os.pathsep.join(dict.fromkeys((*_interpreter_bin(), "/usr/local/bin", "/usr/bin", "/bin")))
-        return {"PATH": path, "HOME": self.home, "TMPDIR": self._inside("tmp"), "LANG": "C.UTF-8", "USER": "agent"}
+        path = _PATH if python().is_relative_to("/usr") else f"{python().parent}:{_PATH}"
+        temporary = "/tmp" if self._isolated else str(self._host("tmp"))
+        return {"PATH": path, "HOME": self.home, "USER": "agent", "LANG": "C.UTF-8", "TMPDIR": temporary}
 
-    def _inside(self, name: str) -> str:
-        return f"/{name}" if self._isolated else str(self._root / name)
+    def _script(self, execution: _Execution, text: str) -> tuple[str, str]:
+        """The argument vector that runs `text`, which itself stays off every command line."""
+        path = execution.directory / "script"
+        path.write_bytes(text.encode(errors="surrogateescape"))
+        shell = "/bin/bash" if Path("/bin/bash").exists() else "/bin/sh"
+        return shell, f"{CONTROL}/exec/script" if self._isolated else str(path)
 
-    def _wrapped(self, argv: Sequence[str], cwd: str) -> tuple[str, ...]:
-        """The bubblewrap command line. It holds paths only: variables and prompts go by environment and files."""
-        root = self._root
-        line = [
-            "bwrap", "--unshare-all", "--unshare-user", "--cap-drop", "ALL", "--die-with-parent", "--new-session",
-            "--uid", "1000", "--gid", "1000", "--hostname", "sandbox", *self._system(),
-            "--proc", "/proc", "--dev", "/dev", "--bind", str(root / "tmp"), "/tmp",
-            "--bind", str(root / "home"), self.home, "--bind", str(root / "workspace"), self.workdir,
-        ]  # fmt: skip
-        if self._spec.network == "host":
-            line += ["--share-net", "--ro-bind-try", "/etc/resolv.conf", "/etc/resolv.conf"]
-        if self._spec.network != "proxy_only" or self._proxy is None:
-            return (*line, "--chdir", cwd, "--", *argv)
-        line += ["--bind", str(self._proxy.unix_socket), "/run/polar/proxy.sock"]
-        line += ["--ro-bind", str(root / "forward.py"), "/run/polar/forward.py", "--chdir", cwd, "--"]
-        return (*line, _python(), "-I", "/run/polar/forward.py", str(_PROXY_PORT), "/run/polar/proxy.sock", *argv)
+    def _mounts(
+        self,
+        execution: _Execution,
+        *,
+        read_only: Mapping[str, Path] | None = None,
+        writable: Mapping[str, Path] | None = None,
+    ) -> Mounts:
+        own = {"/tmp": self._host("tmp"), self.home: self._host("home"), self.workdir: self._host("workspace")}
+        shown = {f"/etc/{name}": self._host("etc") / name for name in ETC_STUBS}
+        shown |= {f"{CONTROL}/forward.py": Path(forward.__file__), f"{CONTROL}/exec": execution.directory}
+        if not Path(sys.base_prefix).is_relative_to("/usr"):
+            shown[sys.base_prefix] = Path(sys.base_prefix)
+        if self._proxy is not None and self._proxy.unix_socket is not None and not self._shares_network:
+            shown[_SOCKET] = self._proxy.unix_socket
+        shown |= dict(_bind(bind) for bind in self._options.ro_binds)
+        return Mounts({**own, **(writable or {})}, {**shown, **(read_only or {})})
 
-    def _system(self) -> Iterator[str]:
-        for path in _SYSTEM:
-            if Path(path).is_symlink():
-                yield from ("--symlink", str(Path(path).readlink()), path)
-            elif Path(path).exists():
-                yield from ("--ro-bind", path, path)
-        for name in _ETC:
-            yield from ("--ro-bind-try", f"/etc/{name}", f"/etc/{name}")
-        for path in (*_interpreter_prefixes(), *self._binds):
-            yield from ("--ro-bind", path, path)
+    def _host(self, name: str) -> Path:
+        if self._directory is None:
+            raise SandboxError("the sandbox is not started")
+        return self._directory / name
 
-    async def upload(self, source: Path | bytes, target: str) -> None:
-        await anyio.to_thread.run_sync(self._upload, source, self._outside(target))
-
-    def _upload(self, source: Path | bytes, target: Path) -> None:
-        try:
-            if isinstance(source, Path):
-                _copy(source, target)
-                return
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.unlink(missing_ok=True)
-            target.write_bytes(source)
-        except OSError as error:
-            raise SandboxError(f"cannot upload to {target.name!r}: {error}") from error
-
-    async def download(self, source: str, target: Path) -> None:
-        await anyio.to_thread.run_sync(self._download, self._outside(source), target)
-
-    def _download(self, source: Path, target: Path) -> None:
-        try:
-            _copy(source, target)
-        except OSError as error:
-            raise SandboxError(f"cannot download {source.name!r}: {error}") from error
-
-    def _outside(self, path: str) -> Path:
-        """The host path of a path inside; only the attempt's own directories can be named, links not followed out."""
-        root, inner = self._root, PurePosixPath(path)
-        if not self._isolated and inner.is_relative_to(root):
-            return _contained(Path(inner), root, path)
-        mounts = {self.workdir: "workspace", "/workspace": "workspace", "/home/agent": "home", "/tmp": "tmp"}
-        for mount, name in mounts.items():
-            if inner.is_relative_to(mount):
-                return _contained(root / name / inner.relative_to(mount), root / name, path)
-        raise SandboxError(
-            f"{path!r} is not under {self.workdir}, /home/agent or /tmp, the writable places of a sandbox"
-        )
+    def _inside(self, path: str) -> str:
+        return os.path.join(self.workdir, path)  # noqa: PTH118 - a path of the sandbox's, not of this machine's
 
 
-def _contained(path: Path, root: Path, told: str) -> Path:
-    """An agent may have left a link to the host on the way to where we copy."""
-    if path != root and not path.parent.resolve().is_relative_to(root.resolve()):
-        raise SandboxError(f"{told!r} leads out of the sandbox")
+def _options(given: Mapping[str, Any]) -> LocalOptions:
+    try:
+        options = LocalOptions(**given)
+    except TypeError as error:
+        known = ", ".join(LocalOptions.__slots__)
+        raise ConfigError(f"runtime.kwargs {dict(given)!r}: the local runtime knows {known}") from error
+    if options.isolation not in ("bubblewrap", "none"):
+        raise ConfigError(f"runtime.kwargs.isolation is 'bubblewrap' or 'none', not {options.isolation!r}")
+    return options
+
+
+def _check(spec: RuntimeSpec, proxy: ProxyEndpoint | None, *, shares_network: bool) -> None:
+    if spec.network not in NETWORKS:
+        raise ConfigError(f"runtime.network of the local runtime is one of {', '.join(NETWORKS)}, not {spec.network!r}")
+    if spec.gpus:
+        raise ConfigError("runtime.gpus: the local runtime passes no GPU into its sandbox")
+    if spec.workdir is not None and not spec.workdir.startswith("/"):
+        raise ConfigError(f"runtime.workdir must be absolute, not {spec.workdir!r}")
+    if spec.image is not None and not Path(spec.image).is_dir():
+        raise ConfigError(f"runtime.image of the local runtime is a directory to copy, and {spec.image!r} is none")
+    if spec.network == "proxy_only" and proxy is not None and not shares_network and proxy.unix_socket is None:
+        raise ConfigError("runtime.network: proxy_only needs the proxy's Unix socket, and it listens on none")
+
+
+def _make_directories(root: str | None, labels: Mapping[str, str]) -> Path:
+    try:
+        if root is not None:
+            Path(root).mkdir(parents=True, exist_ok=True)
+        directory = Path(tempfile.mkdtemp(prefix="polar-sandbox-", dir=root)).resolve()
+        for name in ("workspace", "home", "tmp", "etc", "exec"):
+            (directory / name).mkdir()
+        for name, text in ETC_STUBS.items():
+            (directory / "etc" / name).write_text(text)
+        (directory / "labels.json").write_text(json.dumps(dict(labels)))
+    except OSError as error:
+        raise SandboxError(f"cannot make the attempt's directories: {error}") from error
+    return directory
+
+
+def _given(source: Path | bytes, execution: _Execution) -> Path:
+    if isinstance(source, Path):
+        if not source.exists() and not source.is_symlink():
+            raise SandboxError(f"cannot upload {source}: it does not exist")
+        return source.absolute()
+    path = execution.directory / "given"
+    path.write_bytes(source)
+    path.chmod(0o644)
     return path
 
 
-def _copy(source: Path, target: Path) -> None:
-    """A file or tree; links are copied as links, never followed."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if target.is_symlink():
-        target.unlink()
-    if source.is_dir() and not source.is_symlink():
-        shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True)
-    else:
-        shutil.copy2(source, target, follow_symlinks=False)
+def _drop_set_id_bits(path: Path) -> None:
+    """Files made inside may belong to the trainer's user outside, root even: none may run as it."""
+    for found in (path, *path.rglob("*")):
+        mode = found.lstat().st_mode
+        if found.is_file() and not found.is_symlink() and mode & 0o6000:
+            found.chmod(mode & 0o1777)
 
 
-def _remove(directory: Path) -> None:
-    def again(function: Callable[..., object], path: str, error: object) -> None:
-        Path(path).parent.chmod(0o700)  # an agent may have taken its own permissions away
-        Path(path).chmod(0o700)
-        function(path)
-
-    if directory.exists():
-        shutil.rmtree(directory, onerror=again)
-
-
-def _interpreter_prefixes() -> list[str]:
-    """This interpreter's own directories, where they are not the system's, so that the sandbox has the same Python."""
-    paths = {os.path.realpath(path) for path in (sys.base_prefix, sysconfig.get_path("stdlib"))}
-    outer = [path for path in sorted(paths) if not path.startswith(("/usr/", "/bin/", "/lib")) and path != "/usr"]
-    return [path for path in outer if not any(path != other and Path(path).is_relative_to(other) for other in outer)]
-
-
-def _interpreter_bin() -> list[str]:
-    return [str(Path(prefix) / "bin") for prefix in _interpreter_prefixes() if (Path(prefix) / "bin").is_dir()]
-
-
-def _python() -> str:
-    return str(Path(os.path.realpath(sys.executable)))
-
-
-def _killer(mark: str) -> Callable[[Process], None]:
-    """Kills a command and all it started, also what left its group: by a variable they inherited."""
-
-    def kill(process: Process) -> None:
-        kill_group(process)
-        for _ in range(3):
-            for pid in _marked(mark):
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except (ProcessLookupError, PermissionError):
-                    continue
-
-    return kill
-
-
-def _marked(mark: str) -> Iterator[int]:
-    needle = f"{_MARK}={mark}".encode()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                found = needle in (entry / "environ").read_bytes()
-            except OSError:
-                continue
-            if found:
-                yield int(entry.name)
+def _bind(text: str) -> tuple[str, Path]:
+    host, _, inside = text.partition(":")
+    return inside or host, Path(host)

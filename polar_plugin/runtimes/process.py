@@ -1,130 +1,133 @@
-"""One child process: run to its end under a deadline, its output read in linear time and bounded memory."""
+"""One process run to its end: output in linear time and bounded memory, a deadline, and nobody left behind."""
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from subprocess import PIPE
 
 import anyio
-from anyio.abc import ByteReceiveStream, Process
+from anyio.abc import ByteReceiveStream, ByteSendStream, Process
 
 from ..errors import SandboxError
 from .base import ExecResult
 
-OUTPUT_LIMIT = 8 << 20  # bytes kept of each stream: the tail
-LEFTOVER_GRACE = 2.0  # seconds for pipes that outlive their command
+KILL_GRACE = 10.0
+"""Seconds that killed processes may take to vanish (a large one in an uninterruptible write, say)."""
+_KILLED = 137
 
 
-@dataclass
 class Tail:
-    """The last bytes of a stream. Mutable."""
+    """The last `limit` bytes of a stream, kept as its chunks."""
 
-    limit: int = OUTPUT_LIMIT
-    truncated: bool = False
-    _size: int = 0
-    _chunks: deque[bytes] = field(default_factory=deque[bytes])
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._chunks: deque[bytes] = deque()
+        self._size = 0
+        self.truncated = False
 
     def add(self, chunk: bytes) -> None:
         self._chunks.append(chunk)
         self._size += len(chunk)
-        while self._size - len(self._chunks[0]) >= self.limit:
+        while self._size - len(self._chunks[0]) >= self._limit:
             self._size -= len(self._chunks.popleft())
             self.truncated = True
 
-    def bytes(self) -> bytes:
-        data = b"".join(self._chunks)
-        if len(data) > self.limit:
-            self.truncated = True
-        return data[-self.limit :]
+    def content(self) -> bytes:
+        kept = b"".join(self._chunks)
+        self.truncated = self.truncated or len(kept) > self._limit
+        return kept[-self._limit :]
 
 
-async def run(
-    command: Sequence[str],
-    *,
-    env: Mapping[str, str],
-    cwd: str | None = None,
-    stdin: bytes = b"",
-    timeout: float | None = None,
-    kill: Callable[[Process], None] | None = None,
-) -> ExecResult:
-    """Run `command` once, in a process group of its own. `kill` ends it and all it started; default: the group.
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What to start, on this side."""
 
-    Output of a command that was killed is kept. Raises SandboxError where it cannot be started.
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    pass_fds: Sequence[int]
+    kill: Callable[[Process], None]
+    """Kills it and all it has started; called again it does no harm."""
+
+
+async def run(command: Command, *, stdin: bytes, timeout: float | None, limit: int) -> ExecResult:
+    """Run to the end, or to `timeout` seconds; cancelling kills too. `limit` bytes are kept of each stream.
+
+    Raises SandboxError where the process cannot be started, or killed.
     """
-    kill = kill or kill_group
-    started = time.monotonic()
-    try:
-        process = await anyio.open_process(
-            command, env=dict(env), cwd=cwd, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            start_new_session=True,
-        )  # fmt: skip
-    except OSError as error:
-        raise SandboxError(f"cannot start {command[0]!r}: {error}") from error
-    out, err = Tail(), Tail()
+    began = time.monotonic()
+    out, err = Tail(limit), Tail(limit)
+    process = await _spawn(command)
     timed_out = False
     try:
-        with anyio.move_on_after(timeout) as scope:
-            await _communicate(process, stdin, out, err)
-        timed_out = scope.cancelled_caught
+        async with anyio.create_task_group() as group:
+            group.start_soon(_drain, process.stdout, out)
+            group.start_soon(_drain, process.stderr, err)
+            group.start_soon(_feed, process.stdin, stdin)
+            with anyio.move_on_after(timeout) as scope:
+                await process.wait()
+            if timed_out := scope.cancelled_caught:
+                await _killed(process, command)
+            group.cancel_scope.deadline = anyio.current_time() + KILL_GRACE  # the pipes end with their last writer
     finally:
-        kill(process)
-        with anyio.CancelScope(shield=True):
-            if timed_out:
-                await _drain(process, out, err)
-            await process.wait()
-            await process.aclose()
-    code = process.returncode or 0
+        gone = await _killed(process, command)
+    if not gone:
+        raise SandboxError(f"process {process.pid} is still there {KILL_GRACE:.0f} s after it was killed")
+    code = _KILLED if timed_out else _shell_code(process.returncode)
+    stdout, stderr = out.content(), err.content()
     return ExecResult(
-        137 if timed_out else 128 - code if code < 0 else code,
-        out.bytes(),
-        err.bytes(),
-        time.monotonic() - started,
-        timed_out=timed_out,
-        truncated=out.truncated or err.truncated,
+        code, stdout, stderr, time.monotonic() - began, timed_out, truncated=out.truncated or err.truncated
     )
 
 
-def kill_group(process: Process) -> None:
+async def _spawn(command: Command) -> Process:
+    """Shielded, so that a cancellation cannot come between the start and the block that ends it."""
+    argv = list(command.argv)
     try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
+        with anyio.CancelScope(shield=True):
+            process = await anyio.open_process(
+                argv, stdin=PIPE, env=command.env, pass_fds=command.pass_fds, start_new_session=True
+            )
+    except OSError as error:
+        raise SandboxError(f"cannot start {argv[0]}: {error.strerror}") from error
+    return process
+
+
+async def _drain(stream: ByteReceiveStream | None, tail: Tail) -> None:
+    assert stream is not None
+    try:
+        async for chunk in stream:
+            tail.add(chunk)
+    except (anyio.BrokenResourceError, anyio.ClosedResourceError):
         return
 
 
-async def _communicate(process: Process, stdin: bytes, out: Tail, err: Tail) -> None:
-    async with anyio.create_task_group() as group:
-        group.start_soon(_read, process.stdout, out)
-        group.start_soon(_read, process.stderr, err)
-        group.start_soon(_write, process, stdin)
-        await process.wait()
-        # a daemon that the command left behind may hold the pipes open; what it says later is not the command's
-        group.cancel_scope.deadline = anyio.current_time() + LEFTOVER_GRACE
+async def _feed(stream: ByteSendStream | None, data: bytes) -> None:
+    assert stream is not None
+    try:
+        if data:
+            await stream.send(data)
+    except (OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):
+        return  # the command did not read all of it: its own choice
+    finally:
+        with anyio.CancelScope(shield=True):
+            await stream.aclose()
 
 
-async def _drain(process: Process, out: Tail, err: Tail) -> None:
-    """What a killed command had still in its pipes."""
-    with anyio.move_on_after(LEFTOVER_GRACE):
-        async with anyio.create_task_group() as group:
-            group.start_soon(_read, process.stdout, out)
-            group.start_soon(_read, process.stderr, err)
+async def _killed(process: Process, command: Command) -> bool:
+    """Kill and wait, whatever happens around us; whether it has ended. Does nothing where it had ended already."""
+    with anyio.CancelScope(shield=True):
+        if process.returncode is None:
+            command.kill(process)
+            with anyio.move_on_after(KILL_GRACE):
+                await process.wait()
+        if process.returncode is not None:
+            await process.aclose()
+    return process.returncode is not None
 
 
-async def _read(stream: ByteReceiveStream | None, tail: Tail) -> None:
-    if stream:
-        async for chunk in stream:
-            tail.add(chunk)
-
-
-async def _write(process: Process, data: bytes) -> None:
-    """Give `data` and then end-of-file; a command that does not read is no error."""
-    if process.stdin:
-        with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError, ConnectionError):
-            await process.stdin.send(data)
-        with suppress(anyio.BrokenResourceError, ConnectionError):
-            await process.stdin.aclose()
+def _shell_code(returncode: int | None) -> int:
+    assert returncode is not None
+    return returncode if returncode >= 0 else 128 - returncode

@@ -1,0 +1,82 @@
+"""Pi (npm `@earendil-works/pi-coding-agent`, tested with 1.6.0; needs Node >= 22.19).
+
+Pi reads its providers from ~/.pi/agent/models.json and its prompt from the standard input. It compacts by the
+`contextWindow` it is told, so it is told the engine's.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+from ..errors import ConfigError
+from .base import Launch, LaunchContext
+
+_SETTINGS = ("api", "args", "reasoning", "root")
+_BASE_PATHS = {
+    "openai-completions": "/v1",
+    "openai-responses": "/v1",
+    "anthropic-messages": "",
+    "google-generative-ai": "/v1beta",
+}
+_KEY = "POLAR_SESSION_KEY"
+_PROVIDER = "polar"
+
+
+class Pi:
+    """`settings`:
+
+    * `root`: the directory, inside, that npm installed Pi and Node into (`npm install --prefix`); default: on PATH;
+    * `api`: which model API it speaks, openai-completions by default;
+    * `reasoning`: whether the model reasons, false by default;
+    * `args`: more arguments for the `pi` program.
+    """
+
+    name = "pi"
+
+    def launch(self, context: LaunchContext) -> Launch:
+        """Raises ConfigError on an unknown setting or API."""
+        settings = context.agent.settings
+        if unknown := sorted(set(settings) - set(_SETTINGS)):
+            raise ConfigError(f"agent.settings: the pi harness knows {', '.join(_SETTINGS)}, not {unknown}")
+        api = settings.get("api", "openai-completions")
+        if api not in _BASE_PATHS:
+            raise ConfigError(f"agent.settings.api is one of {', '.join(_BASE_PATHS)}, not {api!r}")
+        models = _models(context, api, reasoning=bool(settings.get("reasoning", False)))
+        return Launch(
+            _script(context),
+            files={f"{context.home}/.pi/agent/models.json": json.dumps(models, indent=2).encode()},
+            env={_KEY: context.session_key, "PI_OFFLINE": "1", **context.agent.env},
+            stdin=context.instruction.encode(),
+        )
+
+
+def _script(context: LaunchContext) -> str:
+    settings, model = context.agent.settings, context.agent.model_name
+    argv = ("pi", "--print", "--mode", "json", "--no-session", "--provider", _PROVIDER, "--model", model)
+    start = f"exec {shlex.join((*argv, *settings.get('args', ())))}\n"
+    if root := settings.get("root"):
+        return f'export PATH={shlex.quote(root)}/node_modules/.bin:{shlex.quote(root)}/bin:"$PATH"\n{start}'
+    return start
+
+
+def _models(context: LaunchContext, api: str, *, reasoning: bool) -> dict[str, Any]:
+    model = {
+        "id": context.agent.model_name,
+        "name": context.agent.model_name,
+        "reasoning": reasoning,
+        "input": ["text"],
+        "cost": {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0},
+        "contextWindow": context.context_length,
+        "maxTokens": context.max_tokens,
+    }
+    if api == "openai-completions":
+        model["compat"] = {"supportsDeveloperRole": False, "supportsReasoningEffort": False}
+    provider = {
+        "baseUrl": f"{context.base_url}{_BASE_PATHS[api]}",
+        "api": api,
+        "apiKey": f"${_KEY}",
+        "models": [model],
+    }
+    return {"providers": {_PROVIDER: provider}}
