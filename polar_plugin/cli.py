@@ -39,17 +39,18 @@ def _told(command: Callable[P, int]) -> Callable[P, None]:
 @app.command()
 @_told
 def quickstart(
-    model: Annotated[str, typer.Option(help="`smollm2`, `tiny` (random weights) or a Hugging Face directory.")] = "smollm2",
+    model: Annotated[str, typer.Option(help="`smollm2`, `tiny` or a Hugging Face directory.")] = "smollm2",
     out: Annotated[Path, typer.Option(help="Where sessions, traces, samples and summary.json go.")] = Path("out"),
     attempts: Annotated[int, typer.Option(min=1, help="Attempts a task.")] = 4,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens a model call may sample.")] = 64,
-    agent_script: Annotated[Path | None, typer.Option(help="Replies to sample by force; see the recipe's scripts.")] = None,
+    agent_script: Annotated[Path | None, typer.Option(help="Replies to sample by force.")] = None,
     isolation: Annotated[str, typer.Option(help="`bubblewrap`, or `none` to run agents as this user.")] = "bubblewrap",
     recipe: Annotated[Path | None, typer.Option(help="A folder with agent.py and tasks/.")] = None,
 ) -> int:
     """Run a black-box agent end to end on this machine, and prove that the training data is exact."""
     try:
-        from .quickstart import Options, quickstart as run
+        from .quickstart import Options
+        from .quickstart import quickstart as run
     except ImportError as error:
         raise ConfigError(f"{error}: the embedded engine needs `pip install 'polar-plugin[engine]'`") from error
     options = Options(model, out, recipe, attempts, max_tokens, agent_script, isolation)

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import anyio
 import numpy as np
 import yaml
 from rich.console import Console
@@ -140,7 +141,7 @@ def quickstart(options: Options, console: Console) -> Result:
         _, advantages = slime_rollout.post_process_rewards(args, samples)
         decode = kept[0].policy.renderer.decode
         trajectories = kept[0].trajectories
-        exactness = prove(trajectories, engine)
+        exactness = anyio.run(prove, trajectories, engine)
     result = Result(
         trajectories,
         output.samples,
@@ -154,13 +155,13 @@ def quickstart(options: Options, console: Console) -> Result:
     return result
 
 
-def prove(trajectories: Sequence[Trajectory], engine: TransformersEngine) -> Exactness:
+async def prove(trajectories: Sequence[Trajectory], engine: TransformersEngine) -> Exactness:
     """Recompute every trained token's log-probability over its whole trace, with the same weights and no cache."""
     difference, compared, sampled, accounted = 0.0, 0, 0, 0
     for trajectory in trajectories:
         for trace in trajectory.traces:
             tokens = token_ids(np.concatenate((trace.prompt_ids, trace.response_ids)))
-            again = engine.score(tokens)[len(trace.prompt_ids) - 1 :]
+            again = (await engine.score(tokens))[len(trace.prompt_ids) - 1 :]
             gap = np.abs(again - trace.response_logprobs)[trace.loss_mask]
             difference = max(difference, float(gap.max(initial=0.0)))
             compared += len(gap)
@@ -182,9 +183,8 @@ def recipe_directory() -> Path:
 
 def load_tasks(recipe: Path) -> list[dict[str, Any]]:
     """The task payloads of a recipe, in the order of their folders; `{recipe}` in them is its path."""
-    rows: list[dict[str, Any]] = []
-    for path in sorted((recipe / "tasks").glob("*/task.yaml")):
-        rows.append(cast("dict[str, Any]", yaml.safe_load(path.read_text())) | {"folder": str(path.parent)})
+    paths = sorted((recipe / "tasks").glob("*/task.yaml"))
+    rows = [cast("dict[str, Any]", yaml.safe_load(path.read_text())) | {"folder": str(path.parent)} for path in paths]
     if not rows:
         raise ConfigError(f"no tasks/*/task.yaml in {recipe}")
     return rows
@@ -203,8 +203,8 @@ def slime_arguments(options: Options, directory: Path, recipe: Path, tasks: int)
         },
         "agent": {
             "harness": "shell",
-            "command": ["python3", "/home/agent/agent.py"],
-            "settings": {"files": {"agent.py": (recipe / "agent.py").read_text()}},
+            "command": "exec python3 ~/agent.py",
+            "settings": {"agent_files": str(recipe / "agent.py")},
         },
         "evaluator": "{sample.metadata.task.evaluator}",
     }
@@ -323,4 +323,3 @@ def trace_rich(trace: Trace, decode: Callable[[Any], str]) -> Text:
     for trained, ids in spans(trace):
         text.append(decode(ids), style="black on green" if trained else "dim")
     return text
-

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import anyio
 import anyio.to_thread
@@ -25,10 +25,10 @@ from .harnesses.base import Harness, LaunchContext
 from .merge.builders import Builder
 from .merge.check import check
 from .merge.traces import counts
+from .merge.untrained import Policy as TrainingPolicy
 from .proxy.server import Proxy, ProxyConfig
 from .proxy.session import Session
-from .records import Attempt, ChatRequest, Completion, CompletionSession, RuntimeSpec, Trace, Trajectory
-from .recording import Recorder
+from .records import Attempt, ChatRequest, Completion, CompletionSession, Trace, Trajectory
 from .runtimes.base import Runtime
 from .stages.attempt import Budgets, Parts, Stages, run_attempt
 from .stages.batch import Batch
@@ -103,7 +103,7 @@ class RolloutService:
 
     @asynccontextmanager
     async def open(self, attempt: Attempt) -> AsyncGenerator[Session]:
-        """A session of the proxy for one attempt; its model calls are recorded as they come where the config says so."""
+        """A session of the proxy for one attempt, recorded as its calls come where the config says so."""
         conversation = Conversation(self.policy, attempt.session_id)
         model = attempt.task.agent.model_name
         metadata = {"task_id": attempt.task.task_id, "model": model, **attempt.task.metadata}
@@ -129,14 +129,15 @@ class RolloutService:
         harness = cast("Harness", plugins.create(task.agent.plugin, plugins.HARNESSES, "harness", {}))
         evaluator = plugins.create(task.evaluator.strategy, plugins.EVALUATORS, "evaluator", task.evaluator.config)
         builder = plugins.create(task.builder.strategy, plugins.BUILDERS, "builder", task.builder.config)
+        policy = getattr(builder, "policy", None)
         return Parts(
             harness=harness,
             evaluator=cast("Evaluator", evaluator),
             builder=cast("Builder", builder),
             runtime=functools.partial(self._runtime, attempt),
             launch_context=functools.partial(self._launch_context, attempt),
-            count=counts,
-            check=self._check(task.builder.config.get("max_trace_tokens")),
+            count=functools.partial(counts, policy=policy),
+            check=self._check(policy),
         )
 
     def _runtime(self, attempt: Attempt, purpose: str) -> Runtime:
@@ -145,7 +146,7 @@ class RolloutService:
             spec = replace(spec, network="none")
         factory = plugins.resolve(spec.backend, plugins.RUNTIMES, "runtime")
         labels = {"session": attempt.session_id, "purpose": purpose}
-        return cast("Runtime", factory(spec, proxy=self.proxy.endpoint, labels=labels, **spec.kwargs))
+        return cast("Runtime", factory(spec, proxy=self.proxy.endpoint, labels=labels))
 
     def _launch_context(self, attempt: Attempt, runtime: Runtime, key: str) -> LaunchContext:
         return LaunchContext(
@@ -159,14 +160,13 @@ class RolloutService:
             home=runtime.home,
         )
 
-    def _check(self, max_trace_tokens: int | None) -> Callable[[Sequence[Trace], CompletionSession], None] | None:
+    def _check(self, policy: TrainingPolicy | None) -> Callable[[Sequence[Trace], CompletionSession], None] | None:
         """The merge invariants, for as many trajectories as the config says."""
         every = _VERIFY_EVERY[self.config.verify]
         self._built += 1
         if not every or self._built % every:
             return None
-        decode = self.policy.renderer.decode
-        return functools.partial(check, max_trace_tokens=max_trace_tokens, decode=decode)
+        return functools.partial(check, policy=policy, decode=self.policy.renderer.decode)
 
     def _count(self, trajectory: Trajectory) -> None:
         self.counts[f"attempts_{trajectory.status}"] += 1

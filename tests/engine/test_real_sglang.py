@@ -245,7 +245,7 @@ async def test_an_idle_longer_than_the_servers_keep_alive_costs_nothing(engine: 
 async def test_through_the_real_router_calls_work_and_a_cancelled_one_reaches_its_worker(
     real_sglang: Served,
     server: Server,
-    tmp_path: Path,  # noqa: F811
+    tmp_path: Path,
 ) -> None:
     with router([real_sglang.url], tmp_path / "router.log") as routed:
         async with SGLangEngine(routed.url, vocab_size=VOCAB_SIZE) as engine:
