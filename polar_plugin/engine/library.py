@@ -1,0 +1,182 @@
+"""LibraryRenderer: the adapter of the `renderers` package, for the model families that it knows."""
+
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from ..errors import BadRequest, ConfigError
+from ..records import BreakReason, ChatRequest, Completion, JSONObject, Message, TokenIds, Tool
+from . import probes
+from .base import Parsed
+from .chat import Shape, as_json, named
+from .template import History
+from .tokenizer import Tokenizer, scrub
+from .toolcalls import UNREADABLE, gather, tool_json, tool_parser
+
+REFUSALS = (AssertionError, ImportError, OSError, RuntimeError, *UNREADABLE)
+"""How a family's constructor says that a tokenizer is not of its family."""
+_TAGS = ("<tool_call>", "<think>", "</think>")
+
+
+class LibraryRenderer:
+    """A family of the `renderers` package. See `engine.base.Renderer` for the contract of its methods."""
+
+    notes: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        family: str,
+        *,
+        history: History = "sampled",
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`options` are the chat template's (enable_thinking, ...). Raises ConfigError where the two do not fit."""
+        self.name = family
+        self.tokenizer = tokenizer
+        self.history = history
+        try:
+            self._library = _create(tokenizer, family, history, options)
+        except REFUSALS as error:
+            raise ConfigError(
+                f"renderer.kind: {family!r} does not fit this tokenizer ({error}); use auto or template"
+            ) from error
+        ends: list[int] = self._library.get_stop_token_ids()
+        self.stop_ids = tuple(dict.fromkeys([*ends, *tokenizer.stop_ids]))
+        self.vocab_size = tokenizer.vocab_size
+        start = tokenizer.special.get("<|start|>")
+        self._edges = np.array([*ends, *([] if start is None else [start])], np.int32)
+        self._foreign_ends = frozenset(tokenizer.stop_ids) - frozenset(ends)
+        self._needs_whole_prompt = not self._looks_at_the_end_only()
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> TokenIds:
+        try:
+            ids = self._library.render_ids(library_json(messages), tools=_tools(tools), add_generation_prompt=True)
+        except UNREADABLE as error:
+            raise BadRequest(f"the {self.name} format cannot say this conversation: {error}") from error
+        return self.tokenizer.checked(ids)
+
+    def extend(
+        self, parent: Completion, prompt_and_output: TokenIds, new: Sequence[Message], tools: Sequence[Tool]
+    ) -> TokenIds | BreakReason:
+        if not new:
+            return BreakReason.BOUNDARY_UNKNOWN
+        output: list[int] = parent.generation.output_ids.tolist()
+        messages = library_json([parent.reply, *new])[1:]
+        tail = self._bridge(self._end_of(parent.prompt_ids), output, messages, tools)
+        if tail is None and output and output[-1] in self.stop_ids:
+            # the library refuses a turn that ended inside its reasoning; behind an end token nothing depends on that
+            tail = self._bridge(output[-1:], output[-1:], messages, tools)
+        if tail is not None:
+            return self.tokenizer.checked(tail)
+        rewritten = self.history == "template" and any(message.role == "user" for message in new)
+        return BreakReason.TEMPLATE_REWRITE if rewritten else BreakReason.BOUNDARY_UNKNOWN
+
+    def parse(self, output_ids: TokenIds, request: ChatRequest, prompt_ids: TokenIds) -> Parsed:
+        ids = self._turn(output_ids)
+        prompt, tools = self._end_of(prompt_ids), _tools(request.tools)
+        try:
+            parsed = self._library.parse_response(ids, tools=tools, prompt_ids=prompt)
+            said = f"{parsed.content}{parsed.reasoning_content or ''}"
+            if not parsed.tool_calls and any(tag in said for tag in _TAGS):  # a tag spelled in several tokens
+                ids = self.tokenizer.encode(self.tokenizer.decode(ids))
+                parsed = self._library.parse_response(ids, tools=tools, prompt_ids=prompt)
+        except UNREADABLE:
+            return Parsed(Message("assistant", self.tokenizer.decode(ids)), malformed_calls=1)
+        found = gather(self.tokenizer, self._body(ids), parsed.content, parsed.tool_calls)
+        if self.name == "llama-3" and not found.calls:  # its calls have no tags, so the library knows no half ones
+            found = tool_parser("llama-3", self.tokenizer)(found.content, request.tools)
+        reply = Message("assistant", found.content, parsed.reasoning_content or "", found.calls)
+        return Parsed(reply, found.malformed)
+
+    def decode(self, ids: TokenIds) -> str:
+        return self.tokenizer.decode(ids)
+
+    def encode(self, text: str) -> TokenIds:
+        """Ids of plain text: what a model that says `text` would have sampled, without an end token."""
+        return self.tokenizer.checked(self.tokenizer.encode(text))
+
+    def _turn(self, output_ids: TokenIds) -> list[int]:
+        """Sampled ids up to an end token that the library does not know as one."""
+        ids: list[int] = output_ids.tolist()
+        return ids[: next((at for at, index in enumerate(ids) if index in self._foreign_ends), len(ids))]
+
+    def _body(self, ids: list[int]) -> list[int]:
+        """The turn without its end token: what the spans of parsed calls count in."""
+        return ids[:-1] if ids and ids[-1] in self.stop_ids else ids
+
+    def _bridge(
+        self, prompt: list[int], output: list[int], new: list[JSONObject], tools: Sequence[Tool]
+    ) -> list[int] | None:
+        """The library's extension without what it extends; None where it makes none that begins with just that."""
+        try:
+            bridged = self._library.bridge_to_next_turn(prompt, output, new, tools=_tools(tools))
+        except UNREADABLE:
+            return None
+        if bridged is None:
+            return None
+        ids: list[int] = bridged.token_ids
+        size = len(prompt) + len(output)
+        same = len(ids) > size and np.array_equal(np.array(ids[:size]), np.array([*prompt, *output]))
+        return ids[size:] if same else None
+
+    def _end_of(self, prompt: TokenIds) -> list[int]:
+        """The end of a prompt from the last token that ends or opens a turn: all that the library looks at."""
+        size = len(prompt) if self._needs_whole_prompt else 1024
+        while size < len(prompt):
+            hits = np.flatnonzero(np.isin(prompt[-size:], self._edges))
+            if len(hits):
+                return prompt[len(prompt) - size + int(hits[-1]) :].tolist()
+            size *= 8
+        return prompt.tolist()
+
+    def _looks_at_the_end_only(self) -> bool:
+        """Whether extending from a prompt's end gives what extending from the whole prompt gives, over probes."""
+        self._needs_whole_prompt = False
+        long = Message("user", "<think> " * 700)
+        for kind in probes.REPORTED.values():
+            history, reply = list(probes.cases(kind))[-1]
+            new = library_json([reply, *probes.new(kind, reply)])[1:]
+            try:
+                prompt = self.render([long, *history], probes.TOOLS if kind.tools else ())
+            except BadRequest:
+                continue
+            whole = self._bridge(prompt.tolist(), prompt[:3].tolist(), new, probes.TOOLS)
+            if whole != self._bridge(self._end_of(prompt), prompt[:3].tolist(), new, probes.TOOLS):
+                return False
+        return True
+
+
+def _create(tokenizer: Tokenizer, family: str, history: History, options: Mapping[str, Any] | None) -> Any:
+    from renderers import base, configs
+
+    retention = "all" if history == "sampled" else None
+    config = configs._config_class_for(family)(thinking_retention=retention)  # pyright: ignore[reportPrivateUsage]
+    merged = base.merge_chat_template_kwargs(cast("Any", config), options)
+    return base.create_renderer(tokenizer.hf, merged)
+
+
+# --- messages as the library takes them -------------------------------------------------------------------------------
+
+
+def library_json(messages: Sequence[Message]) -> list[JSONObject]:
+    """Messages as `renderers` takes them: OpenAI's form, arguments as objects, results with their function's name."""
+    return [_scrubbed(as_json(message, Shape())) for message in named(messages)]
+
+
+def _tools(tools: Sequence[Tool]) -> Any:
+    return [_scrubbed(tool) for tool in tool_json(tools)] or None
+
+
+def _scrubbed(value: Any) -> Any:
+    """The same JSON without lone surrogates."""
+    if isinstance(value, str):
+        return scrub(value)
+    if isinstance(value, dict):
+        return {_scrubbed(key): _scrubbed(item) for key, item in cast("JSONObject", value).items()}
+    return [_scrubbed(item) for item in cast("list[Any]", value)] if isinstance(value, list) else value

@@ -1,0 +1,128 @@
+"""A Hugging Face tokenizer as the renderers need it: text to ids and back, and its chat template as text."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from ..errors import ConfigError
+from ..records import JSONObject, TokenIds, token_ids
+
+_LOSSLESS = "a b .\n\n  def f(x):\n\treturn 'é' 你好 12345 😀"
+
+
+class Tokenizer:
+    """Wraps a `transformers` tokenizer (or anything with its surface). Read-only after construction; thread-safe."""
+
+    def __init__(self, hf: Any, *, vocab_size: int | None = None, stop_ids: Sequence[int] = ()) -> None:
+        """`vocab_size` is the model's where it is known (embeddings are often padded), else the tokenizer's.
+
+        `stop_ids` are ids that end a turn beside the tokenizer's own `eos_token` (a generation_config's list).
+        Raises ConfigError where the tokenizer cannot give text back.
+        """
+        self.hf = copy.copy(hf)
+        self.hf.clean_up_tokenization_spaces = False  # some configurations ask for it: it eats sampled spaces
+        self.vocab_size = vocab_size or len(hf)
+        self.special = _special_tokens(hf)
+        eos = hf.eos_token_id
+        self.stop_ids = tuple(dict.fromkeys([*([] if eos is None else [int(eos)]), *(int(i) for i in stop_ids)]))
+        if self.decode(self.encode("a b")).strip() != "a b":
+            raise ConfigError(
+                "tokenizer: text does not survive encode and decode ('a b' comes back as "
+                f"{self.decode(self.encode('a b'))!r}); pass the directory with tokenizer.json instead of the object"
+            )
+
+    @property
+    def chat_template(self) -> str:
+        """The Jinja text of the chat template; "" where there is none."""
+        template = self.hf.chat_template
+        if isinstance(template, Mapping):
+            named = cast("Mapping[str, str]", template)
+            return named.get("tool_use") or named.get("default", "")
+        return template or ""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`; special tokens in it become their ids, none are added. Lone surrogates become U+FFFD."""
+        return self.hf.encode(scrub(text), add_special_tokens=False, verbose=False)
+
+    def decode(self, ids: TokenIds | Sequence[int]) -> str:
+        """Text of `ids`, special tokens shown. Ids that no token has are skipped."""
+        values = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
+        return self.hf.decode(values, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def checked(self, ids: Sequence[int]) -> TokenIds:
+        """`ids` as an array; raises ConfigError where one lies outside the model's vocabulary."""
+        array = token_ids(ids)
+        if array.size and int(array.max()) >= self.vocab_size:
+            raise ConfigError(
+                f"tokenizer: id {int(array.max())} is outside the model's vocabulary of {self.vocab_size}; "
+                "use the tokenizer that belongs to the model, or resize the model's embeddings"
+            )
+        return array
+
+    def apply(
+        self, messages: Sequence[JSONObject], tools: Sequence[JSONObject], prompt: bool, options: Mapping[str, Any]
+    ) -> str:
+        """The chat template's text; `prompt` adds the generation prompt. Raises whatever the template raises."""
+        return self.hf.apply_chat_template(
+            list(messages), tools=list(tools) or None, add_generation_prompt=prompt, tokenize=False, **options
+        )
+
+
+def load_tokenizer(directory: str | Path, *, vocab_size: int | None = None, stop_ids: Sequence[int] = ()) -> Tokenizer:
+    """The tokenizer of a model directory, with the vocabulary size and stop ids that the files beside it tell.
+
+    Where `AutoTokenizer` rebuilds a tokenizer that loses text although tokenizer.json does not, tokenizer.json is
+    taken as it stands (transformers 5 maps some byte-level tokenizers to a class that drops their spaces).
+    Raises ConfigError.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    path = Path(directory)
+    if not path.is_dir():
+        raise ConfigError(f"tokenizer: {str(directory)!r} is no directory; give one that has tokenizer.json in it")
+    try:
+        hf: Any = AutoTokenizer.from_pretrained(path)
+        if not _lossless(hf) and (path / "tokenizer.json").exists():
+            plain: Any = PreTrainedTokenizerFast.from_pretrained(path)
+            hf = plain if _lossless(plain) else hf
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"tokenizer: cannot load {str(directory)!r}: {error}") from error
+    config = _read_json(path / "config.json")
+    inner: JSONObject = config.get("text_config") or {}
+    model: int | None = config.get("vocab_size") or inner.get("vocab_size")
+    ends: Any = _read_json(path / "generation_config.json").get("eos_token_id") or []
+    extra: list[int] = ends if isinstance(ends, list) else [ends]
+    return Tokenizer(hf, vocab_size=vocab_size or model, stop_ids=[*stop_ids, *extra])
+
+
+def scrub(text: str) -> str:
+    """`text` with lone surrogates replaced by U+FFFD: no tokenizer takes them, and tool outputs have them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
+
+
+def _lossless(hf: Any) -> bool:
+    ids = hf.encode(_LOSSLESS, add_special_tokens=False)
+    return hf.decode(ids, clean_up_tokenization_spaces=False) == _LOSSLESS
+
+
+def _special_tokens(hf: Any) -> dict[str, int]:
+    """Text to id of the tokens that a tokenizer marks as special."""
+    added = cast("Mapping[int, Any]", getattr(hf, "added_tokens_decoder", {}))
+    special = {str(token): int(index) for index, token in added.items() if getattr(token, "special", True)}
+    return special | {str(token): int(hf.convert_tokens_to_ids(token)) for token in hf.all_special_tokens}
+
+
+def _read_json(path: Path) -> JSONObject:
+    return json.loads(path.read_text()) if path.exists() else {}
