@@ -108,7 +108,7 @@ class RolloutService:
         model = attempt.task.agent.model_name
         metadata = {"task_id": attempt.task.task_id, "model": model, **attempt.task.metadata}
         async with AsyncExitStack() as stack:
-            recorder = stack.enter_context(self._recorder(attempt)) if self.config.recording.directory else None
+            recorder = None
 
             async def reply(request: ChatRequest) -> Completion:
                 completion = await conversation(request)
