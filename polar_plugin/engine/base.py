@@ -63,11 +63,18 @@ class Parsed:
 class Renderer(Protocol):
     """One model family's chat format, over its own tokenizer. Pure CPU work; thread-safe."""
 
-    name: str
-    vocab_size: int
-    """Ids at or above it never reach an engine."""
-    stop_ids: tuple[int, ...]
-    """The ids that end an assistant turn."""
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids at or above it never reach an engine."""
+        ...
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The ids that end an assistant turn."""
+        ...
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> TokenIds:
         """The whole prompt, generation prompt included. Raises BadRequest where the format cannot say it."""
