@@ -74,7 +74,10 @@ class OpenSession(Protocol):
 
 class Sessions(Protocol):
     def open(self, attempt: Attempt) -> AbstractAsyncContextManager[OpenSession]:
-        """A new session under a new key; the key is worth nothing after the block."""
+        """A new session under a new key, which is worth nothing after the block.
+
+        In memory: entering and leaving wait for nothing outside, as no budget covers them.
+        """
         ...
 
 

@@ -152,9 +152,8 @@ class MemoryRuntime:
 
 class MemorySession:
     def __init__(self, key: str, sessions: MemorySessions) -> None:
-        self.key, self._sessions, self.sealed = key, sessions, False
-        self.calls = sessions.calls
-        self.last_error = sessions.last_error
+        self.key, self.sealed = key, False
+        self.calls, self.last_error, self._ledger = sessions.calls, sessions.last_error, sessions.ledger
 
     async def first_call(self) -> None:
         if not self.calls:
@@ -162,7 +161,7 @@ class MemorySession:
 
     def seal(self) -> CompletionSession:
         self.sealed = True
-        return self._sessions.ledger
+        return self._ledger
 
 
 @dataclass
