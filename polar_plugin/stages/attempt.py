@@ -1,284 +1,341 @@
 """The script of one attempt: INIT -> READY -> RUNNING -> POSTRUN.
 
-How it ends:
+How it ends. The first row that applies counts; a later failure of the infrastructure replaces a status of the agent's.
+`traces`: what the session recorded is built; `graded`: `Trajectory.evaluation` is there, and each trace has a reward.
 
-| what happened                                   | status      | traces      | graded              |
-|-------------------------------------------------|-------------|-------------|---------------------|
-| the program ended with an accepted exit code    | COMPLETED   | yes         | yes                 |
-| ... and the last answer was cut by length       | TRUNCATED   | yes         | yes                 |
-| the agent's budget ran out                      | TIMED_OUT   | yes         | yes, as it stands   |
-| the program ended with another exit code        | FAILED      | yes         | yes (a fact apart)  |
-| the program ended without one model call        | FAILED      | none        | yes                 |
-| no model call within `first_call`               | INFRA_ERROR | none        | no                  |
-| sandbox, engine or grading broke, or a budget   | INFRA_ERROR | where built | no                  |
-| other than the agent's ran out                  |             |             |                     |
-| `Batch.abort`                                   | ABORTED     | none        | no                  |
+| what happened                                                   | status      | failure.kind    | traces | graded |
+|-----------------------------------------------------------------|-------------|-----------------|--------|--------|
+| `Batch.abort` (the session is kept, its tokens counted)         | ABORTED     | aborted         | no     | no     |
+| a sandbox failed, or anything raised that is not the agent's    | INFRA_ERROR | the class       | yes    | no     |
+| a budget other than the agent's ran out                         | INFRA_ERROR | STAGE_timeout   | yes    | no     |
+| the program did not come back after its deadline                | INFRA_ERROR | agent_overran   | yes    | no     |
+| no model call within `first_call`, or within the agent's budget | INFRA_ERROR | no_first_call   | -      | no     |
+| the latest model call failed for the engine                     | INFRA_ERROR | the class       | yes    | no     |
+| no model call, and exit code 126, 127 or out of memory          | INFRA_ERROR | did_not_start   | -      | no     |
+| no model call                                                   | FAILED      | no_model_call   | -      | yes    |
+| the agent's budget ran out                                      | TIMED_OUT   | -               | yes    | yes    |
+| the sandbox's memory ran out                                    | FAILED      | oom             | yes    | yes    |
+| an exit code that the launch does not accept                    | FAILED      | exit_code       | yes    | yes    |
+| model calls, and none was answered                              | FAILED      | no_completion   | -      | yes    |
+| the main conversation's last answer was cut by length           | TRUNCATED   | -               | yes    | yes    |
+| none of these                                                   | COMPLETED   | -               | yes    | yes    |
+
+Whatever the agent did is graded as its workspace stands: status, exit code and reward are independent facts. Where
+traces break an invariant (MergeError) there are none: they are never shown, let alone trained.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 import anyio
 import anyio.to_thread
 
-from ..errors import EvaluationError, PolarError, SandboxError
-from ..evaluators.base import Evaluator, Finished
-from ..harnesses.base import Harness, Launch, LaunchContext
-from ..merge.builders import Builder
-from ..records import (
-    Attempt,
-    CompletionSession,
-    Evaluation,
-    Failure,
-    FinishReason,
-    PrepareAction,
-    Status,
-    Trace,
-    Trajectory,
-)
+from ..errors import EvaluationError, PolarError
+from ..evaluators.base import Finished
+from ..harnesses.base import Launch
+from ..records import Attempt, CompletionSession, Evaluation, Failure, Status, Trace, Trajectory
 from ..runtimes.base import ExecResult, Runtime
-from .stage import Stage, closing
+from .parts import Budgets, OpenSession, Parts, Sessions, Stages
+from .prepare import prepare
+from .stage import Stage, closing, failure_of
+from .verdict import Ended, infrastructure, verdict
 
+__all__ = ["Budgets", "OpenSession", "Parts", "Script", "Sessions", "Stages", "rewarded", "run_attempt"]
 
-@dataclass(frozen=True, slots=True)
-class Budgets:
-    """Seconds each stage may take; the agent's own is `TaskSpec.timeout_seconds`."""
-
-    init: float = 600.0
-    build: float = 120.0
-    evaluation: float = 1800.0
-    cleanup: float = 30.0
-    first_call: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Stages:
-    """Acquired in the order live, init, run; postrun alone: so nobody waits for what another waiter holds."""
-
-    live: Stage
-    """Started sandboxes: INIT + READY + RUNNING."""
-    init: Stage
-    run: Stage
-    postrun: Stage
-
-
-class OpenSession(Protocol):
-    """An open ledger, as the script needs it."""
-
-    key: str
-    called: anyio.Event
-    """Set at the first model call."""
-    counts: Counter[str]
-    """`calls` among them."""
-    last_error: Exception | None
-    """What the latest model call failed with; None again once one succeeds."""
-
-    def seal(self) -> CompletionSession: ...
-
-
-class Sessions(Protocol):
-    def open(self, attempt: Attempt) -> AbstractAsyncContextManager[OpenSession]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What one attempt is made of; resolved from its task before anything starts."""
-
-    harness: Harness
-    evaluator: Evaluator
-    builder: Builder
-    runtime: Callable[[str], Runtime]
-    """Makes a sandbox; the argument is its purpose, "agent" or "evaluation"."""
-    launch_context: Callable[[Runtime, str], LaunchContext]
-    """From the started runtime and the session's key."""
-    count: Callable[[CompletionSession, Sequence[Trace]], Mapping[str, int]]
-    check: Callable[[Sequence[Trace], CompletionSession], None] | None = None
+_log = logging.getLogger("polar_plugin.stages")
+_LARGE = 20_000
+"""Recorded tokens from which building takes longer than an event loop should stand still."""
 
 
 async def run_attempt(
     attempt: Attempt, *, parts: Parts, sessions: Sessions, stages: Stages, budgets: Budgets
 ) -> Trajectory:
     """Run one attempt to its Trajectory. What fails becomes data; only cancellation leaves as an exception."""
-    return await _Script(attempt, parts, sessions, stages, budgets).run()
+    return await Script(attempt, parts=parts, sessions=sessions, stages=stages, budgets=budgets).run()
 
 
-def failed(attempt: Attempt, status: Status, failure: Failure) -> Trajectory:
-    """The Trajectory of an attempt that has nothing else to show."""
-    return Trajectory(attempt, status, failure=failure)
+class _OverBudget(TimeoutError):
+    """Our own deadline, told apart from a TimeoutError that something inside raised."""
 
 
 @dataclass(slots=True)
-class _Script:
-    """One run of the script; its fields fill as it goes, so that wherever it ends they make the Trajectory."""
+class _SoFar:
+    """What an attempt has come to: wherever it ends, this makes the Trajectory."""
 
-    attempt: Attempt
-    parts: Parts
-    sessions: Sessions
-    stages: Stages
-    budgets: Budgets
-    boundary: str = "init"
-    timings: dict[str, float] = field(default_factory=dict[str, float])
     status: Status = Status.COMPLETED
     failure: Failure | None = None
     exit_code: int | None = None
-    artifact: bytes = b""
     session: CompletionSession | None = None
+    artifact: bytes | None = None
+    """None until the agent's sandbox has given what is to be graded."""
     traces: tuple[Trace, ...] = ()
     evaluation: Evaluation | None = None
-    counts: Mapping[str, int] = field(default_factory=dict[str, int])
+    timings: dict[str, float] = field(default_factory=dict[str, float])
+    counts: Counter[str] = field(default_factory=Counter[str])
+    """What went on in the stages; what became of the tokens is in `tokens`."""
+    tokens: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    def trajectory(self, attempt: Attempt) -> Trajectory:
+        return Trajectory(
+            attempt=attempt,
+            status=self.status,
+            traces=self.traces,
+            evaluation=self.evaluation,
+            failure=self.failure,
+            exit_code=self.exit_code,
+            timings=dict(self.timings),
+            counts={**self.tokens, **self.counts},
+            session=self.session,
+        )
+
+
+class Script:
+    """One execution of an attempt, run once: what `Batch` starts for each try."""
+
+    def __init__(self, attempt: Attempt, *, parts: Parts, sessions: Sessions, stages: Stages, budgets: Budgets) -> None:
+        self.attempt = attempt
+        self.state = "queued"
+        """"queued", "init", "ready", "agent", "extract", "close", "postrun_queued", "build", "evaluation", "done".
+
+        Also the keys of `Trajectory.timings` (with "total" for "done"): seconds spent in each.
+        """
+        self._parts = parts
+        self._sessions = sessions
+        self._stages = stages
+        self._budgets = budgets
+        self._so_far = _SoFar()
+        self._in_postrun = False
 
     async def run(self) -> Trajectory:
-        started = time.monotonic()
+        """Run to the end; see `run_attempt`."""
+        started = anyio.current_time()
         try:
-            async with self.stages.live.slot():
-                await self._agent()
-            async with self.stages.postrun.slot():
-                await self._build()
-                await self._evaluate()
-        except Exception as error:  # the one place where a failed attempt becomes data
-            self._fail(error)
-        self.timings["total"] = time.monotonic() - started
-        return self._trajectory()
+            with self._blamed():
+                async with self._slot(self._stages.live, "queued"):
+                    await self._sandboxed()
+            if not self._in_postrun:
+                await self._postrun(self._fresh_runtime)
+        finally:
+            self._so_far.timings["total"] = anyio.current_time() - started
+            self.state = "done"
+        return self._so_far.trajectory(self.attempt)
 
-    async def _agent(self) -> None:
-        """INIT, READY and RUNNING, within the life of the sandbox and of the session."""
-        runtime = self.parts.runtime("agent")
-        grace = self.budgets.cleanup
-        async with closing(runtime.stop, grace=grace, name="sandbox"), self.sessions.open(self.attempt) as session:
+    def cut_short(self, status: Status, failure: Failure) -> Trajectory:
+        """What there was when it was cancelled; tokens that were sampled are counted as `untrained_STATUS`."""
+        session = self._so_far.session
+        completions = session.completions if session else ()
+        lost = sum(len(completion.generation.output_ids) for completion in completions)
+        tokens = {**session.counts} if session else {}
+        tokens |= {"completions": len(completions), "sampled_tokens": lost, f"untrained_{status}": lost}
+        cut = replace(self._so_far, status=status, failure=failure, traces=(), evaluation=None, tokens=tokens)
+        return cut.trajectory(self.attempt)
+
+    # --- INIT, READY, RUNNING: within the life of the sandbox and of the session
+
+    async def _sandboxed(self) -> None:
+        self.state = "init"
+        runtime = self._parts.runtime("agent")
+        async with self._closing(runtime, "agent's sandbox"):
+            with self._blamed():  # here, so that the blame does not fall on the closing
+                await self._recorded(runtime)
+            if not self.attempt.task.evaluator.refresh_runtime:
+                await self._postrun(lambda: _lent(runtime))
+
+    async def _recorded(self, runtime: Runtime) -> None:
+        async with self._sessions.open(self.attempt) as session:
             try:
-                async with self.stages.init.slot():
-                    with self._timed("init", self.budgets.init):
-                        launch = await self._initialised(runtime, session)
-                waiting = time.monotonic()
-                async with self.stages.run.slot():
-                    self.timings["ready"] = time.monotonic() - waiting
-                    await self._launched(runtime, session, launch)
+                await self._agent(runtime, session)
             finally:
-                self.session = session.seal()
+                self._so_far.session = session.seal()
+        if self._so_far.status.gradable:
+            await self._extract(runtime)
+
+    async def _agent(self, runtime: Runtime, session: OpenSession) -> None:
+        async with self._slot(self._stages.init, "queued"):
+            with self._timed("init", self._budgets.init):
+                launch = await self._initialised(runtime, session)
+        async with self._slot(self._stages.run, "ready"):
+            with self._timed("agent", None):
+                result = await self._within_budget(runtime, session, launch)
+            self._judge(result, session, launch)
 
     async def _initialised(self, runtime: Runtime, session: OpenSession) -> Launch:
         await runtime.start()
         await prepare(runtime, self.attempt.task.runtime.prepare)
-        launch = self.parts.harness.launch(self.parts.launch_context(runtime, session.key))
+        launch = self._parts.harness.launch(self._parts.launch_context(runtime, session.key))
         for path, content in launch.files.items():
             await runtime.upload(content, path)
         return launch
 
-    async def _launched(self, runtime: Runtime, session: OpenSession, launch: Launch) -> None:
-        with self._timed("agent", math.inf):
-            result = await self._watched(runtime, session, launch)
-        session.seal()  # before anything is extracted or graded: a straggler's call must not count
-        self._judge(result, session, launch)
-        with self._timed("extract", self.budgets.evaluation):
-            self.artifact = await self.parts.evaluator.extract(runtime)
+    async def _within_budget(self, runtime: Runtime, session: OpenSession, launch: Launch) -> ExecResult | Failure:
+        """`exec` keeps the deadline itself, as it can keep the output; one that does not come back is given up."""
+        seconds = self.attempt.task.timeout_seconds if self._budgets.agent is None else self._budgets.agent
+        with anyio.move_on_after(seconds + self._budgets.cleanup):
+            return await self._watched(runtime, session, launch, seconds)
+        text = f"the program did not come back {self._budgets.cleanup:g} s after its deadline of {seconds:g} s"
+        return Failure("agent", "agent_overran", text)
 
-    async def _watched(self, runtime: Runtime, session: OpenSession, launch: Launch) -> ExecResult:
-        """Run the program under the agent's budget, and end it where no model call comes at all."""
+    async def _watched(
+        self, runtime: Runtime, session: OpenSession, launch: Launch, seconds: float
+    ) -> ExecResult | Failure:
+        """Run the program, and end it where no model call comes at all."""
         result: ExecResult | None = None
         async with anyio.create_task_group() as group:
-            if self.budgets.first_call:
-                group.start_soon(self._expect_call, session, group.cancel_scope, self.budgets.first_call)
-            result = await runtime.exec(
-                launch.command, env=launch.env, stdin=launch.stdin, timeout=self.attempt.task.timeout_seconds
-            )
+            if self._budgets.first_call is not None:
+                group.start_soon(_expect_call, session, group.cancel_scope, self._budgets.first_call)
+            result = await runtime.exec(launch.command, env=launch.env, stdin=launch.stdin, timeout=seconds)
             group.cancel_scope.cancel()
-        if result is None:
-            raise SandboxError(
-                f"no model call within {self.budgets.first_call:.0f} s: the agent did not start, or cannot reach us"
-            )
-        return result
+        if result is not None:
+            return result
+        text = f"no model call within {self._budgets.first_call:g} s: the program did not start, or cannot reach us"
+        return Failure("agent", "no_first_call", text)
 
-    @staticmethod
-    async def _expect_call(session: OpenSession, scope: anyio.CancelScope, seconds: float) -> None:
-        with anyio.move_on_after(seconds):
-            await session.called.wait()
+    def _judge(self, result: ExecResult | Failure, session: OpenSession, launch: Launch) -> None:
+        """Seal before anything is extracted or graded, so that a straggler's call counts for nothing."""
+        last_error = session.last_error
+        sealed = session.seal()
+        if isinstance(result, Failure):
+            self._so_far.status, self._so_far.failure = Status.INFRA_ERROR, result
             return
-        scope.cancel()
+        self._so_far.exit_code = result.exit_code
+        ended = Ended(result, launch.ok_exit_codes, sealed, session.calls, last_error)
+        self._so_far.status, self._so_far.failure = verdict(ended)
 
-    def _judge(self, result: ExecResult, session: OpenSession, launch: Launch) -> None:
-        """Status from how the program ended. The exit code never touches the reward."""
-        self.exit_code = result.exit_code
-        if isinstance(session.last_error, PolarError) and session.last_error.infrastructure:
-            raise session.last_error  # the agent ended on an answer that we could not give
-        if result.timed_out:
-            self.status = Status.TIMED_OUT
-        elif result.oom:
-            raise SandboxError("the sandbox ran out of memory: raise runtime.memory_mb")
-        elif not session.counts["calls"]:
-            self.status = Status.FAILED
-            self.failure = Failure("agent", "no_model_call", _tail(result))
-        elif result.exit_code not in launch.ok_exit_codes:
-            self.status = Status.FAILED
-            self.failure = Failure("agent", "exit_code", f"exit code {result.exit_code}: {_tail(result)}")
+    async def _extract(self, runtime: Runtime) -> None:
+        """Graded in the agent's own sandbox, the workspace itself is what is graded: nothing is taken out."""
+        if not self.attempt.task.evaluator.refresh_runtime:
+            self._so_far.artifact = b""
+            return
+        with self._timed("extract", self._budgets.evaluation):
+            self._so_far.artifact = await self._parts.evaluator.extract(runtime)
 
-    async def _build(self) -> None:
-        session = self.session
-        assert session is not None
-        with self._timed("build", self.budgets.build):
-            self.traces, self.counts = await anyio.to_thread.run_sync(self._built, session)
-        cut = session.completions and session.completions[-1].generation.finish_reason is FinishReason.LENGTH
-        if cut and self.status is Status.COMPLETED:
-            self.status = Status.TRUNCATED
+    # --- POSTRUN
+
+    async def _postrun(self, open_runtime: Callable[[], AbstractAsyncContextManager[Runtime]]) -> None:
+        """Build what was recorded, also where it is only for inspection; grade what was extracted."""
+        self._in_postrun = True
+        session, artifact = self._so_far.session, self._so_far.artifact
+        if session is None or not (session.completions or artifact is not None):
+            return
+        with self._blamed():
+            async with self._slot(self._stages.postrun, "postrun_queued"):
+                await self._build(session)
+                if artifact is not None:
+                    await self._evaluate(session, artifact, open_runtime)
+
+    async def _build(self, session: CompletionSession) -> None:
+        with self._timed("build", self._budgets.build):
+            if sum(completion.length for completion in session.completions) < _LARGE:
+                built = self._built(session)
+            else:
+                built = await anyio.to_thread.run_sync(self._built, session, abandon_on_cancel=True)
+        self._so_far.traces, self._so_far.tokens = built
 
     def _built(self, session: CompletionSession) -> tuple[tuple[Trace, ...], Mapping[str, int]]:
-        traces = self.parts.builder.build(session)
-        if self.parts.check:
-            self.parts.check(traces, session)
-        return traces, self.parts.count(session, traces)
+        traces = self._parts.builder.build(session)
+        if self._parts.check:
+            self._parts.check(traces, session)
+        return traces, self._parts.count(session, traces)
 
-    async def _evaluate(self) -> None:
-        assert self.session is not None
-        finished = Finished(
-            self.attempt, self.status, self.exit_code, self.session, self.artifact, self._fresh_runtime,
-            self.attempt.task.evaluator.env,
-        )  # fmt: skip
-        with self._timed("evaluation", self.budgets.evaluation):
-            evaluation = await self.parts.evaluator.evaluate(finished)
-        self.traces = rewarded(self.traces, evaluation)
-        self.evaluation = evaluation
+    async def _evaluate(
+        self,
+        session: CompletionSession,
+        artifact: bytes,
+        open_runtime: Callable[[], AbstractAsyncContextManager[Runtime]],
+    ) -> None:
+        so_far = self._so_far
+        env = self.attempt.task.evaluator.env
+        finished = Finished(self.attempt, so_far.status, so_far.exit_code, session, artifact, open_runtime, env)
+        with self._timed("evaluation", self._budgets.evaluation):
+            evaluation = await self._parts.evaluator.evaluate(finished)
+            so_far.traces = rewarded(so_far.traces, evaluation)
+        so_far.evaluation = evaluation
 
     @asynccontextmanager
     async def _fresh_runtime(self) -> AsyncGenerator[Runtime]:
-        runtime = self.parts.runtime("evaluation")
+        runtime = self._parts.runtime("evaluation")
         spec = self.attempt.task.runtime
-        async with closing(runtime.stop, grace=self.budgets.cleanup, name="evaluation sandbox"):
+        name = f"evaluation sandbox of {self.attempt.session_id}"
+        async with closing(runtime.stop, grace=self._budgets.cleanup, name=name, counts=self._so_far.counts):
             await runtime.start()
             await prepare(runtime, spec.prepare if spec.eval_prepare is None else spec.eval_prepare)
             yield runtime
 
+    # --- slots, deadlines, blame
+
+    @asynccontextmanager
+    async def _slot(self, stage: Stage, waiting: str) -> AsyncGenerator[None]:
+        """Hold a slot; the wait for it is timed under the name `waiting`."""
+        self.state, started = waiting, anyio.current_time()
+        async with stage.slot():
+            self._took(waiting, started)
+            yield
+
+    @asynccontextmanager
+    async def _closing(self, runtime: Runtime, name: str) -> AsyncGenerator[None]:
+        async def close() -> None:
+            with self._timed("close", None):
+                await runtime.stop()
+
+        name = f"{name} of {self.attempt.session_id}"
+        async with closing(close, grace=self._budgets.cleanup, name=name, counts=self._so_far.counts):
+            yield
+
     @contextmanager
-    def _timed(self, boundary: str, budget: float) -> Generator[None]:
-        self.boundary = boundary
-        started = time.monotonic()
+    def _timed(self, state: str, budget: float | None) -> Generator[None]:
+        self.state = state
+        started = anyio.current_time()
         try:
-            with anyio.fail_after(None if math.isinf(budget) else budget):
+            with anyio.move_on_after(budget) as scope:
                 yield
         finally:
-            self.timings[boundary] = time.monotonic() - started
+            self._took(state, started)
+        if scope.cancelled_caught:
+            raise _OverBudget(f"{state} took longer than its budget of {budget:g} s")
 
-    def _fail(self, caught: Exception) -> None:
-        error = _alone(caught)
-        infrastructure = error.infrastructure if isinstance(error, PolarError) else True
-        self.status = Status.INFRA_ERROR if infrastructure else Status.FAILED
-        if isinstance(error, TimeoutError):
-            text = f"{self.boundary} took longer than its budget"
-            self.failure = Failure(self.boundary, f"{self.boundary}_timeout", text)
-        else:
-            self.failure = Failure(self.boundary, type(error).__name__, str(error) or repr(error))
+    def _took(self, state: str, started: float) -> None:
+        timings = self._so_far.timings
+        timings[state] = timings.get(state, 0.0) + anyio.current_time() - started
 
-    def _trajectory(self) -> Trajectory:
-        return Trajectory(
-            self.attempt, self.status, self.traces, self.evaluation, self.failure, self.exit_code,
-            dict(self.timings), dict(self.counts), self.session,
-        )  # fmt: skip
+    @contextmanager
+    def _blamed(self) -> Generator[None]:
+        """The one place where what fails becomes data."""
+        try:
+            yield
+        except Exception as caught:
+            self._fail(_alone(caught))
+
+    def _fail(self, error: Exception) -> None:
+        """The first failure of the infrastructure stays: what comes after it is its consequence."""
+        _log.warning("attempt %s failed in %s: %r", self.attempt.session_id, self.state, error)
+        if not isinstance(error, PolarError | _OverBudget):
+            _log.error("a fault of a plugin, or of ours", exc_info=error)
+        if self._so_far.status is Status.INFRA_ERROR:
+            return
+        agents_own = self.state in ("init", "agent") and not infrastructure(error)
+        self._so_far.status = Status.FAILED if agents_own else Status.INFRA_ERROR
+        self._so_far.failure = failure_of(self.state, error)
+        if isinstance(error, _OverBudget):
+            self._so_far.failure = Failure(self.state, f"{self.state}_timeout", str(error))
+
+
+async def _expect_call(session: OpenSession, scope: anyio.CancelScope, seconds: float) -> None:
+    with anyio.move_on_after(seconds):
+        return await session.first_call()
+    scope.cancel()
+
+
+@asynccontextmanager
+async def _lent(runtime: Runtime) -> AsyncGenerator[Runtime]:
+    """The agent's own sandbox, which stays open behind the block."""
+    yield runtime
 
 
 def _alone(error: Exception) -> Exception:
@@ -294,41 +351,13 @@ def _alone(error: Exception) -> Exception:
 def rewarded(traces: Sequence[Trace], evaluation: Evaluation) -> tuple[Trace, ...]:
     """Traces with their rewards: one each where the evaluator graded them, else the outcome on all.
 
-    Raises EvaluationError where their number does not fit.
+    Raises EvaluationError where their number does not fit, or one is not finite: a NaN would spoil its whole batch.
     """
     rewards = evaluation.trace_rewards
     if rewards is None:
         rewards = (evaluation.outcome_reward,) * len(traces)
+    if not all(map(math.isfinite, (evaluation.outcome_reward, *rewards))):
+        raise EvaluationError(f"rewards must be finite, got {evaluation.outcome_reward} and {rewards}")
     if len(rewards) != len(traces):
         raise EvaluationError(f"the evaluator gave {len(rewards)} trace rewards for {len(traces)} traces")
     return tuple(replace(trace, reward=float(reward)) for trace, reward in zip(traces, rewards, strict=True))
-
-
-async def prepare(runtime: Runtime, actions: Sequence[PrepareAction]) -> None:
-    """Make a sandbox ready; an action is tried `max_attempts` times with growing pauses. Raises SandboxError."""
-    for position, action in enumerate(actions):
-        for attempt in range(1, action.max_attempts + 1):
-            try:
-                await _act(runtime, action, f"prepare.{position}")
-                break
-            except SandboxError:
-                if attempt == action.max_attempts:
-                    raise
-                await anyio.sleep(action.retry_backoff_seconds * 2 ** (attempt - 1))
-
-
-async def _act(runtime: Runtime, action: PrepareAction, path: str) -> None:
-    if action.type != "exec":
-        if not action.source or not action.target:
-            raise SandboxError(f"{path}: {action.type} needs `source` and `target`")
-        await runtime.upload(Path(action.source), action.target)
-        return
-    if not action.command:
-        raise SandboxError(f"{path}: exec needs `command`")
-    result = await runtime.exec(action.command, cwd=action.cwd, env=action.env)
-    if not result.ok:
-        raise SandboxError(f"{path}: {action.command!r} ended with {result.exit_code}: {_tail(result)}")
-
-
-def _tail(result: ExecResult, characters: int = 2000) -> str:
-    return result.text[-characters:].strip()

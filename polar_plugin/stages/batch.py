@@ -4,58 +4,175 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import anyio
 from anyio.abc import ObjectSendStream
 
+from ..errors import ConfigError, MergeError, PolarError
 from ..records import Attempt, Failure, Status, Trajectory
-
-Run = Callable[[Attempt], Awaitable[Trajectory]]
+from .stage import failure_of
 
 _log = logging.getLogger("polar_plugin.stages")
+_FUTILE = frozenset({ConfigError.__name__, MergeError.__name__})
+"""Kinds of failure that would only fail again: a wrong setting, a fault of ours."""
+
+
+class Run(Protocol):
+    """One execution of an attempt."""
+
+    @property
+    def state(self) -> str:
+        """Where it is: "queued", "init", "ready", "agent", ..., "done"."""
+        ...
+
+    async def run(self) -> Trajectory:
+        """Run to the end. Whatever fails is in the Trajectory; only cancellation leaves as an exception."""
+        ...
+
+    def cut_short(self, status: Status, failure: Failure) -> Trajectory:
+        """What there was when `run` was cancelled."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    attempt: Attempt
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    run: Run | None = None
+    lost: Counter[str] = field(default_factory=Counter[str])
+
+    def cut_short(self, status: Status, failure: Failure) -> Trajectory:
+        if self.run is None:
+            return Trajectory(self.attempt, status, failure=failure)
+        return self.run.cut_short(status, failure)
 
 
 class Batch:
-    """Mutable: counters, and the scopes of what runs."""
+    """Mutable: counters, and what is under way. Lives on one event loop."""
 
-    def __init__(self, run: Run, *, admitted: int, retries: int = 0) -> None:
-        """`run` turns an attempt into its Trajectory; `admitted` bounds how many are under way or not yet consumed."""
-        self._run = run
+    def __init__(self, start: Callable[[Attempt], Run], *, admitted: int, retries: int = 0) -> None:
+        """`start` makes an execution of an attempt, as `attempt.Script`, and a new one for each retry.
+
+        `admitted` bounds how many attempts are under way or not yet consumed; `retries` is how often an attempt is run
+        again after an infrastructure error.
+        """
+        self._start = start
         self._retries = retries
         self._admission = anyio.CapacityLimiter(admitted)
-        self._scopes: dict[str, anyio.CancelScope] = {}
+        self._entries: dict[str, _Entry] = {}
         self.counts: Counter[str] = Counter()
+        """`admitted`, `retries`, and how many ended in each status."""
+
+    @property
+    def states(self) -> dict[str, str]:
+        """Where each attempt is that is not over yet, by session id."""
+        return {name: entry.run.state if entry.run else "queued" for name, entry in self._entries.items()}
 
     def abort(self, session_id: str) -> None:
-        """End one attempt; its Trajectory has status ABORTED. Nothing happens where it is over already."""
-        if scope := self._scopes.get(session_id):
-            scope.cancel()
+        """End one attempt: its Trajectory has status ABORTED and what was recorded. No effect where it is over.
+
+        One that is not admitted yet will end so without having started.
+        """
+        if entry := self._entries.get(session_id):
+            entry.scope.cancel()
+
+    def abort_all(self) -> None:
+        for entry in self._entries.values():
+            entry.scope.cancel()
+
+    async def one(self, attempt: Attempt) -> Trajectory:
+        """Run one attempt, once it is admitted. Raises ValueError where its session id is under way already."""
+        with self._known([attempt]) as (entry,):
+            async with self._admitted(entry):
+                return await self._ended(entry)
 
     async def run(self, attempts: Sequence[Attempt], out: ObjectSendStream[Trajectory]) -> None:
-        """Send one Trajectory an attempt, in the order they end; `out` is closed at the end."""
+        """Send one Trajectory an attempt, in the order they end; `out` is closed at the end.
+
+        A slow consumer holds the admission slots of what it did not take: backpressure. Cancelling ends all, closes
+        what they opened, and sends nothing more. Raises ValueError where two attempts share a session id.
+        """
         async with out, anyio.create_task_group() as group:
-            for attempt in attempts:
-                await self._admission.acquire_on_behalf_of(attempt.session_id)
-                group.start_soon(self._one, attempt, out)
+            with self._known(attempts) as entries:
+                for entry in entries:
+                    await self._admission.acquire_on_behalf_of(entry)
+                    group.start_soon(self._sent, entry, out)
 
-    async def _one(self, attempt: Attempt, out: ObjectSendStream[Trajectory]) -> None:
+    async def _sent(self, entry: _Entry, out: ObjectSendStream[Trajectory]) -> None:
         try:
-            trajectory = Trajectory(attempt, Status.ABORTED, failure=Failure("batch", "aborted", "aborted on request"))
-            with anyio.CancelScope() as scope:
-                self._scopes[attempt.session_id] = scope
-                trajectory = await self._tried(attempt)
-            await out.send(trajectory)  # a slow consumer holds the admission slot: backpressure
+            await out.send(await self._ended(entry))
         finally:
-            self._scopes.pop(attempt.session_id, None)
-            self._admission.release_on_behalf_of(attempt.session_id)
+            self._admission.release_on_behalf_of(entry)
 
-    async def _tried(self, attempt: Attempt) -> Trajectory:
+    @asynccontextmanager
+    async def _admitted(self, entry: _Entry) -> AsyncGenerator[None]:
+        await self._admission.acquire_on_behalf_of(entry)
+        try:
+            yield
+        finally:
+            self._admission.release_on_behalf_of(entry)
+
+    @contextmanager
+    def _known(self, attempts: Sequence[Attempt]) -> Generator[list[_Entry]]:
+        """Entries that `abort` finds, from before they are admitted until they are over."""
+        entries = {attempt.session_id: _Entry(attempt) for attempt in attempts}
+        if len(entries) < len(attempts) or entries.keys() & self._entries.keys():
+            raise ValueError("each attempt needs a session id of its own; some are given twice or under way already")
+        self._entries |= entries
+        try:
+            yield list(entries.values())
+        except BaseException:
+            for name in entries:
+                self._entries.pop(name, None)
+            raise
+
+    async def _ended(self, entry: _Entry) -> Trajectory:
+        """The attempt's one Trajectory, aborted or not."""
+        self.counts["admitted"] += 1
+        trajectory: Trajectory | None = None
+        try:
+            with entry.scope:
+                trajectory = await self._tried(entry)
+        finally:
+            self._entries.pop(entry.attempt.session_id, None)
+        if trajectory is None:
+            aborted = Failure("batch", "aborted", "aborted on request")
+            trajectory = entry.cut_short(Status.ABORTED, aborted)
+        self.counts[trajectory.status] += 1
+        return replace(trajectory, counts={**trajectory.counts, **entry.lost}) if entry.lost else trajectory
+
+    async def _tried(self, entry: _Entry) -> Trajectory:
         """Infrastructure errors are run again, in a new sandbox and a new session; what the policy did never is."""
-        for tries_left in range(self._retries, -1, -1):
-            trajectory = await self._run(attempt)
-            if trajectory.status is not Status.INFRA_ERROR or not tries_left:
+        for _ in range(self._retries):
+            trajectory = await self._executed(entry)
+            if not _retriable(trajectory):
                 return trajectory
-            self.counts["infra_retries"] += 1
-            _log.warning("attempt %s: %s; running it again", attempt.session_id, trajectory.failure)
-        raise AssertionError("unreachable")
+            self.counts["retries"] += 1
+            entry.lost.update(_lost(trajectory))
+            _log.warning("attempt %s: %s; running it again", entry.attempt.session_id, trajectory.failure)
+        return await self._executed(entry)
+
+    async def _executed(self, entry: _Entry) -> Trajectory:
+        try:
+            entry.run = None
+            entry.run = self._start(entry.attempt)
+            return await entry.run.run()
+        except Exception as error:  # an attempt that cannot even be started is data too: it must not end the others
+            _log.exception("attempt %s could not be started", entry.attempt.session_id)
+            boundary = error.boundary if isinstance(error, PolarError) else "batch"
+            return entry.cut_short(Status.INFRA_ERROR, failure_of(boundary, error))
+
+
+def _retriable(trajectory: Trajectory) -> bool:
+    kind = trajectory.failure.kind if trajectory.failure else ""
+    return trajectory.status is Status.INFRA_ERROR and kind not in _FUTILE
+
+
+def _lost(trajectory: Trajectory) -> dict[str, int]:
+    """What a try that is run again leaves behind: `retries`, and the tokens that were sampled in vain."""
+    completions = trajectory.session.completions if trajectory.session else ()
+    return {"retries": 1, "retried_tokens": sum(len(each.generation.output_ids) for each in completions)}

@@ -1,4 +1,4 @@
-"""A stage is a limiter with a name and counters.
+"""A stage is a limiter with a name and counters; what fails in it becomes a Failure, what it opens is closed.
 
 Slots are lexical (`async with`): no path can release one twice or keep one.
 """
@@ -6,10 +6,13 @@ Slots are lexical (`async with`): no path can release one twice or keep one.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import anyio
+
+from ..records import Failure
 
 _log = logging.getLogger("polar_plugin.stages")
 
@@ -21,7 +24,7 @@ class Stage:
         self.name = name
         self._limiter = anyio.CapacityLimiter(slots)
         self.done = 0
-        """How many have left."""
+        """How many have left, however they ended."""
 
     @property
     def slots(self) -> int:
@@ -46,11 +49,13 @@ class Stage:
 
 
 @asynccontextmanager
-async def closing(close: Callable[[], Awaitable[object]], *, grace: float, name: str) -> AsyncGenerator[None]:
+async def closing(
+    close: Callable[[], Awaitable[object]], *, grace: float, name: str, counts: Counter[str]
+) -> AsyncGenerator[None]:
     """Await `close` on the way out, also while cancelled, but for at most `grace` seconds.
 
-    Enter it before the resource is opened. A close that fails or overruns is logged, never raised: it must not hide
-    what the block did.
+    Enter it before the resource is opened. A close that fails or overruns is logged and counted (`close_failed`,
+    `close_overran`), never raised: it must not hide what the block did.
     """
     try:
         yield
@@ -59,6 +64,13 @@ async def closing(close: Callable[[], Awaitable[object]], *, grace: float, name:
             try:
                 await close()
             except Exception:
+                counts["close_failed"] += 1
                 _log.exception("closing %s failed", name)
         if scope.cancelled_caught:
-            _log.error("closing %s took longer than %.0f s and was given up", name, grace)
+            counts["close_overran"] += 1
+            _log.error("closing %s took longer than %g s and was given up", name, grace)
+
+
+def failure_of(boundary: str, error: Exception) -> Failure:
+    """An exception as data."""
+    return Failure(boundary, type(error).__name__, str(error) or repr(error))

@@ -2,266 +2,448 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
+from typing import Any
 
 import anyio
-import anyio.lowlevel
 import pytest
 
-from polar_plugin.errors import EngineError, EvaluationError, HarnessError, SandboxError
+from polar_plugin.errors import (
+    BadRequest,
+    ConfigError,
+    EngineBusy,
+    EngineError,
+    EvaluationError,
+    HarnessError,
+    MergeError,
+    SandboxError,
+)
 from polar_plugin.records import (
-    ChatRequest,
-    Completion,
     CompletionSession,
+    Evaluation,
+    EvaluatorSpec,
     FinishReason,
-    Generation,
-    Message,
     PrepareAction,
-    SamplingParams,
+    Role,
+    RuntimeSpec,
     Status,
     Trajectory,
-    log_probs,
-    token_ids,
 )
 from polar_plugin.runtimes.base import ExecResult
 from polar_plugin.stages.attempt import Budgets, run_attempt
-from polar_plugin.stages.batch import Batch
-from polar_plugin.stages.stage import closing
 
-from . import doubles
-from .doubles import MemoryEvaluator, MemorySessions, World
+from .clock import JUMPING
+from .doubles import (
+    EMPTY,
+    Exploding,
+    MemoryEvaluator,
+    MemorySessions,
+    World,
+    attempt,
+    completion,
+    ledger,
+    parts,
+    raising,
+    running,
+    stages,
+    taking,
+)
 
 pytestmark = pytest.mark.anyio
-BUDGETS = Budgets(init=30, build=30, evaluation=30, cleanup=30)
+BUDGETS = Budgets(init=30, build=30, evaluation=40, cleanup=10)
 
 
-def ledger(finish: FinishReason = FinishReason.STOP) -> CompletionSession:
-    generation = Generation(token_ids([2]), log_probs([-0.1]), finish)
-    completion = Completion(
-        "c", ChatRequest(()), token_ids([1]), generation, Message("assistant"), SamplingParams(), 0.0, 1.0
-    )
-    return CompletionSession("s0", (completion,))
+@pytest.fixture
+def anyio_backend() -> object:
+    return JUMPING
 
 
 async def run(
     world: World,
     *,
     budgets: Budgets = BUDGETS,
-    calls: int = 1,
-    session: CompletionSession | None = None,
-    last_error: Exception | None = None,
+    sessions: MemorySessions | None = None,
+    grader: MemoryEvaluator | None = None,
+    made_of: dict[str, Any] | None = None,
     **task: object,
 ) -> Trajectory:
-    one = doubles.attempt()
-    one = replace(one, task=replace(one.task, **task))
-    sessions = MemorySessions(session or ledger(), calls, last_error)
-    stages = doubles.stages()
-    with anyio.fail_after(20):
+    """One attempt; whatever it comes to, nothing of it may be left open."""
+    sessions = sessions or MemorySessions(world)
+    slots = stages()
+    with anyio.fail_after(10_000):
         trajectory = await run_attempt(
-            one, parts=doubles.parts(world), sessions=sessions, stages=stages, budgets=budgets
+            attempt(**task),
+            parts=parts(world, grader, **made_of or {}),
+            sessions=sessions,
+            stages=slots,
+            budgets=budgets,
         )
     assert sorted(world.opened) == sorted(world.closed)
-    assert all(opened.sealed for opened in sessions.opened)
-    assert [s.running for s in (stages.live, stages.init, stages.run, stages.postrun)] == [0, 0, 0, 0]
+    assert all(session.sealed for session in sessions.opened)
+    assert sessions.under_way == 0
+    assert running(slots) == [0, 0, 0, 0]
+    assert trajectory.status.gradable or trajectory.evaluation is None
+    assert all((trace.reward is None) == (trajectory.evaluation is None) for trace in trajectory.traces)
     return trajectory
 
 
-def raising(error: Exception) -> doubles.Step:
-    async def step() -> None:
-        raise error
-
-    return step
+def told(trajectory: Trajectory) -> tuple[Status, str | None, str | None]:
+    failure = trajectory.failure
+    return trajectory.status, failure and failure.boundary, failure and failure.kind
 
 
-async def test_a_good_attempt_is_built_graded_and_rewarded() -> None:
+# --- what goes well
+
+
+async def test_a_good_attempt_is_built_graded_and_rewarded_in_this_order() -> None:
     world = World()
     trajectory = await run(world)
-    assert trajectory.status is Status.COMPLETED
+    assert told(trajectory) == (Status.COMPLETED, None, None)
     assert trajectory.reward == 1.0
     assert [trace.reward for trace in trajectory.traces] == [1.0]
     assert trajectory.exit_code == 0
-    assert {"init", "ready", "agent", "extract", "build", "evaluation", "total"} <= set(trajectory.timings)
+    assert trajectory.counts["sampled_tokens"] == trajectory.counts["trained_tokens"] == 2
     assert world.seen == [
-        "agent.start", "agent.upload", "agent.exec", "extract", "agent.stop",
+        "session.open", "agent.start", "agent.upload", "agent.exec", "extract", "agent.stop",
         "evaluate", "evaluation.start", "evaluation.exec", "evaluation.stop",
     ]  # fmt: skip
 
 
+async def test_the_program_gets_its_own_key_its_stdin_and_the_tasks_budget() -> None:
+    world = World()
+    await run(world, timeout_seconds=77.0)
+    assert world.execs[0] == {"command": ("agent",), "env": {"KEY": "key0"}, "stdin": b"do it", "timeout": 77.0}
+
+
+async def test_a_budget_for_the_agent_goes_before_the_tasks() -> None:
+    world = World()
+    await run(world, budgets=replace(BUDGETS, agent=5.0), timeout_seconds=77.0)
+    assert world.execs[0]["timeout"] == 5.0
+
+
+async def test_the_session_is_sealed_before_anything_is_extracted() -> None:
+    world = World()
+    sessions = MemorySessions(world)
+
+    async def extracting() -> None:
+        assert sessions.opened[0].sealed
+
+    world.steps["extract"] = extracting
+    assert (await run(world, sessions=sessions)).status is Status.COMPLETED
+
+
+async def test_the_grader_sees_how_it_ended_and_what_was_extracted() -> None:
+    world = World(result=ExecResult(3, b"", b"", 1.0))
+    evaluator = MemoryEvaluator(world)
+    await run(world, grader=evaluator)
+    (finished,) = evaluator.finished
+    assert (finished.status, finished.exit_code, finished.artifact) == (Status.FAILED, 3, b"patch")
+    assert len(finished.session.completions) == 1
+
+
+async def test_trace_rewards_go_to_their_traces_and_the_outcome_stays() -> None:
+    world = World()
+    sessions = MemorySessions(world, ledger(completion("a"), completion("b")))
+    evaluator = MemoryEvaluator(world, Evaluation(0.5, trace_rewards=(1.0, 0.25)))
+    trajectory = await run(world, sessions=sessions, grader=evaluator)
+    assert [trace.reward for trace in trajectory.traces] == [1.0, 0.25]
+    assert trajectory.reward == 0.5
+
+
+async def test_the_evaluators_fresh_sandbox_replays_prepare_unless_it_has_its_own() -> None:
+    action = PrepareAction("exec", command="agent's")
+    world = World()
+    await run(world, runtime=RuntimeSpec(prepare=(action,)))
+    assert [each["command"] for each in world.execs] == ["agent's", ("agent",), "agent's", "tests"]
+    world = World()
+    own = replace(action, command="its own")
+    await run(world, runtime=RuntimeSpec(prepare=(action,), eval_prepare=(own,)))
+    assert [each["command"] for each in world.execs] == ["agent's", ("agent",), "its own", "tests"]
+
+
+async def test_without_refresh_the_agents_own_sandbox_is_graded_before_it_closes() -> None:
+    world = World()
+    evaluator = MemoryEvaluator(world)
+    trajectory = await run(world, grader=evaluator, evaluator=EvaluatorSpec(refresh_runtime=False))
+    assert trajectory.reward == 1.0
+    assert evaluator.finished[0].artifact == b""
+    assert world.seen == [
+        "session.open", "agent.start", "agent.upload", "agent.exec", "evaluate", "agent.exec", "agent.stop",
+    ]  # fmt: skip
+
+
+# --- the agent's own doing: graded as it stands
+
+
 async def test_an_agent_out_of_time_is_graded_as_it_stands() -> None:
     trajectory = await run(World(result=ExecResult(137, b"", b"", 60.0, timed_out=True)))
-    assert trajectory.status is Status.TIMED_OUT
+    assert told(trajectory) == (Status.TIMED_OUT, None, None)
     assert trajectory.reward == 1.0
-    assert len(trajectory.traces) == 1
+    assert [trace.reward for trace in trajectory.traces] == [1.0]
 
 
 async def test_a_bad_exit_code_and_the_reward_are_independent_facts() -> None:
     trajectory = await run(World(result=ExecResult(3, b"out", b"boom", 1.0)))
-    assert trajectory.status is Status.FAILED
+    assert told(trajectory) == (Status.FAILED, "agent", "exit_code")
     assert trajectory.exit_code == 3
     assert trajectory.reward == 1.0
     assert trajectory.failure is not None
     assert "boom" in trajectory.failure.message
 
 
-async def test_a_program_that_never_called_the_model_failed() -> None:
-    trajectory = await run(World(), calls=0, session=CompletionSession("s0", ()))
-    assert trajectory.status is Status.FAILED
-    assert trajectory.failure is not None
-    assert trajectory.failure.kind == "no_model_call"
+async def test_case_120_memory_run_out_in_the_sandbox_is_told_apart() -> None:
+    trajectory = await run(World(result=ExecResult(137, b"", b"", 1.0, oom=True)))
+    assert told(trajectory) == (Status.FAILED, "agent", "oom")
+    assert trajectory.reward == 1.0
 
 
-async def test_case_87_no_first_call_in_time_is_infrastructure_not_reward_0() -> None:
-    world = World(steps={"agent.exec": anyio.sleep_forever})
-    budgets = replace(BUDGETS, first_call=0.01)
-    trajectory = await run(world, budgets=budgets, calls=0, session=CompletionSession("s0", ()))
-    assert trajectory.status is Status.INFRA_ERROR
-    assert trajectory.reward is None
-    assert trajectory.failure is not None
-    assert "no model call" in trajectory.failure.message
+async def test_a_program_that_never_called_the_model_failed_and_is_told_apart() -> None:
+    world = World()
+    trajectory = await run(world, sessions=MemorySessions(world, EMPTY, calls=0))
+    assert told(trajectory) == (Status.FAILED, "agent", "no_model_call")
+    assert trajectory.traces == ()
+
+
+async def test_a_program_whose_calls_were_all_refused_failed_and_is_told_apart() -> None:
+    world = World()
+    sessions = MemorySessions(world, EMPTY, calls=2, last_error=BadRequest("no messages"))
+    assert told(await run(world, sessions=sessions)) == (Status.FAILED, "agent", "no_completion")
 
 
 async def test_a_last_answer_cut_by_length_makes_the_attempt_truncated() -> None:
-    assert (await run(World(), session=ledger(FinishReason.LENGTH))).status is Status.TRUNCATED
+    world = World()
+    cut = ledger(completion("a"), completion("b", FinishReason.LENGTH))
+    trajectory = await run(world, sessions=MemorySessions(world, cut))
+    assert told(trajectory) == (Status.TRUNCATED, None, None)
+    assert trajectory.reward == 1.0
+
+
+async def test_an_early_answer_or_a_side_call_cut_by_length_does_not() -> None:
+    world = World()
+    cut = ledger(completion("a", FinishReason.LENGTH), completion("b"), completion("c", FinishReason.LENGTH, Role.SIDE))
+    assert (await run(world, sessions=MemorySessions(world, cut))).status is Status.COMPLETED
+
+
+async def test_a_harness_error_is_the_agents_failure() -> None:
+    trajectory = await run(World(steps={"agent.exec": raising(HarnessError("no result"))}))
+    assert told(trajectory) == (Status.FAILED, "agent", "HarnessError")
+
+
+# --- infrastructure: never reward 0
 
 
 @pytest.mark.parametrize(
-    ("place", "error", "status", "boundary"),
+    ("place", "error", "boundary", "traces"),
     [
-        ("agent.start", SandboxError("no image"), Status.INFRA_ERROR, "init"),
-        ("agent.upload", SandboxError("disk full"), Status.INFRA_ERROR, "init"),
-        ("agent.exec", SandboxError("gone"), Status.INFRA_ERROR, "agent"),
-        ("agent.exec", HarnessError("bad"), Status.FAILED, "agent"),
-        ("extract", SandboxError("gone"), Status.INFRA_ERROR, "extract"),
-        ("evaluate", EvaluationError("no tests"), Status.INFRA_ERROR, "evaluation"),
-        ("evaluation.start", SandboxError("no image"), Status.INFRA_ERROR, "evaluation"),
-        ("agent.start", ValueError("a bug"), Status.INFRA_ERROR, "init"),
-        ("agent.exec", EngineError("down"), Status.INFRA_ERROR, "agent"),
+        ("session.open", EngineError("gone"), "init", 0),
+        ("agent.start", SandboxError("no image"), "init", 1),
+        ("agent.start", ValueError("a bug"), "init", 1),
+        ("agent.upload", SandboxError("disk full"), "init", 1),
+        ("agent.exec", SandboxError("gone"), "agent", 1),
+        ("agent.exec", EngineError("down"), "agent", 1),
+        ("extract", SandboxError("gone"), "extract", 1),
+        ("evaluate", EvaluationError("no tests"), "evaluation", 1),
+        ("evaluate", HarnessError("not the agent's: it is over"), "evaluation", 1),
+        ("evaluate", TimeoutError("of a library inside"), "evaluation", 1),
+        ("evaluation.start", SandboxError("no image"), "evaluation", 1),
+        ("evaluation.exec", SandboxError("gone"), "evaluation", 1),
     ],
 )
-async def test_case_122_infrastructure_is_never_reward_0(
-    place: str, error: Exception, status: Status, boundary: str
+async def test_case_122_infrastructure_is_never_reward_0_and_keeps_what_was_recorded(
+    place: str, error: Exception, boundary: str, traces: int
 ) -> None:
     trajectory = await run(World(steps={place: raising(error)}))
-    assert trajectory.status is status
-    assert trajectory.evaluation is None
-    assert trajectory.failure is not None
-    assert (trajectory.failure.boundary, trajectory.failure.kind) == (boundary, type(error).__name__)
+    assert told(trajectory) == (Status.INFRA_ERROR, boundary, type(error).__name__)
+    assert len(trajectory.traces) == traces
+    assert trajectory.reward is None
+
+
+@pytest.mark.parametrize("error", [EngineError("down"), EngineBusy("full"), KeyError("a bug of ours")])
+@pytest.mark.parametrize("code", [0, 1])
+async def test_a_program_that_ended_on_an_engine_failure_did_not_fail_by_itself(error: Exception, code: int) -> None:
+    world = World(result=ExecResult(code, b"", b"502", 1.0))
+    trajectory = await run(world, sessions=MemorySessions(world, last_error=error))
+    assert told(trajectory) == (Status.INFRA_ERROR, "engine", type(error).__name__)
+    assert trajectory.exit_code == code
+    assert len(trajectory.traces) == 1
+    assert "extract" not in world.seen
+
+
+async def test_an_error_that_was_the_programs_own_does_not_excuse_it() -> None:
+    world = World(result=ExecResult(1, b"", b"400", 1.0))
+    trajectory = await run(world, sessions=MemorySessions(world, last_error=BadRequest("no messages")))
+    assert told(trajectory) == (Status.FAILED, "agent", "exit_code")
 
 
 @pytest.mark.parametrize(
-    ("place", "boundary"), [("agent.start", "init"), ("extract", "extract"), ("evaluate", "evaluation")]
+    "result", [ExecResult(127, b"", b"agent: not found", 0.1), ExecResult(137, b"", b"", 1, oom=True)]
 )
-async def test_case_39_a_stage_over_its_budget_is_named_and_cleaned_up(place: str, boundary: str) -> None:
-    budgets = replace(BUDGETS, init=0.05, evaluation=0.05)
-    trajectory = await run(World(steps={place: anyio.sleep_forever}), budgets=budgets)
-    assert trajectory.status is Status.INFRA_ERROR
-    assert trajectory.failure is not None
-    assert trajectory.failure.kind == f"{boundary}_timeout"
+async def test_a_program_that_could_not_start_is_infrastructure(result: ExecResult) -> None:
+    world = World(result=result)
+    trajectory = await run(world, sessions=MemorySessions(world, EMPTY, calls=0))
+    assert told(trajectory) == (Status.INFRA_ERROR, "agent", "did_not_start")
 
 
-async def test_an_agent_that_ended_on_an_engine_failure_says_nothing_about_the_policy() -> None:
-    trajectory = await run(World(result=ExecResult(1, b"", b"", 1.0)), last_error=EngineError("down"))
-    assert trajectory.status is Status.INFRA_ERROR
-    assert trajectory.exit_code == 1
-    assert trajectory.evaluation is None
+@pytest.mark.parametrize("case", [87, 110])
+async def test_cases_87_and_110_no_first_call_in_time_is_infrastructure(case: int) -> None:
+    world = World(steps={"agent.exec": anyio.sleep_forever})
+    trajectory = await run(
+        world, budgets=replace(BUDGETS, first_call=7), sessions=MemorySessions(world, EMPTY, calls=0)
+    )
+    assert told(trajectory) == (Status.INFRA_ERROR, "agent", "no_first_call")
+    assert trajectory.timings["agent"] == 7
+    assert "extract" not in world.seen
 
 
-async def test_prepare_is_tried_again_and_a_command_that_keeps_failing_is_infrastructure() -> None:
+async def test_a_first_call_in_time_lets_the_program_run_on() -> None:
+    world = World(steps={"agent.exec": taking(50)})
+    trajectory = await run(world, budgets=replace(BUDGETS, first_call=7))
+    assert told(trajectory) == (Status.COMPLETED, None, None)
+
+
+async def test_no_call_within_the_agents_whole_budget_is_infrastructure() -> None:
+    world = World(result=ExecResult(137, b"", b"", 60.0, timed_out=True))
+    trajectory = await run(world, sessions=MemorySessions(world, EMPTY, calls=0))
+    assert told(trajectory) == (Status.INFRA_ERROR, "agent", "no_first_call")
+
+
+async def test_a_sandbox_that_does_not_come_back_after_the_agents_deadline_is_given_up() -> None:
+    trajectory = await run(World(steps={"agent.exec": anyio.sleep_forever}))
+    assert told(trajectory) == (Status.INFRA_ERROR, "agent", "agent_overran")
+    assert trajectory.timings["agent"] == 70
+    assert len(trajectory.traces) == 1
+
+
+@pytest.mark.parametrize(
+    ("place", "state", "budget"),
+    [
+        ("agent.start", "init", 30),
+        ("agent.upload", "init", 30),
+        ("extract", "extract", 40),
+        ("evaluate", "evaluation", 40),
+        ("evaluation.exec", "evaluation", 40),
+    ],
+)
+async def test_cases_39_and_121_a_stage_over_its_budget_is_named_and_closed(
+    place: str, state: str, budget: float
+) -> None:
+    trajectory = await run(World(steps={place: anyio.sleep_forever}))
+    assert told(trajectory) == (Status.INFRA_ERROR, state, f"{state}_timeout")
+    assert trajectory.timings[state] == budget
+
+
+async def test_case_129_a_sandbox_that_comes_up_after_its_deadline_is_stopped() -> None:
+    """Its start cannot be cancelled, as a daemon goes on creating what nobody waits for."""
+
+    async def late() -> None:
+        with anyio.CancelScope(shield=True):
+            await anyio.sleep(BUDGETS.init + 5)
+
+    world = World(steps={"agent.start": late})
+    trajectory = await run(world)
+    assert told(trajectory) == (Status.INFRA_ERROR, "init", "init_timeout")
+    assert "agent.exec" not in world.seen
+    assert world.closed == world.opened == [0]
+
+
+async def test_the_first_failure_of_the_infrastructure_is_the_one_that_is_told() -> None:
+    world = World(steps={"agent.exec": raising(SandboxError("first"))})
+    trajectory = await run(world, made_of={"builder": Exploding(MergeError("second"))})
+    assert told(trajectory) == (Status.INFRA_ERROR, "agent", "SandboxError")
+
+
+async def test_traces_that_break_an_invariant_are_never_shown() -> None:
+    def check(traces: object, session: CompletionSession) -> None:
+        raise MergeError("position 3")
+
+    trajectory = await run(World(), made_of={"check": check})
+    assert told(trajectory) == (Status.INFRA_ERROR, "build", "MergeError")
+    assert trajectory.traces == ()
+
+
+@pytest.mark.parametrize(
+    "evaluation", [Evaluation(float("nan")), Evaluation(1.0, (float("inf"),)), Evaluation(1.0, (1.0, 1.0))]
+)
+async def test_rewards_that_do_not_fit_or_are_not_finite_are_the_evaluators_fault(evaluation: Evaluation) -> None:
+    world = World()
+    trajectory = await run(world, grader=MemoryEvaluator(world, evaluation))
+    assert told(trajectory) == (Status.INFRA_ERROR, "evaluation", "EvaluationError")
+
+
+async def test_an_error_inside_a_task_group_keeps_its_name() -> None:
+    group = ExceptionGroup("group", [ExceptionGroup("inner", [SandboxError("gone")])])
+    trajectory = await run(World(steps={"evaluate": raising(group)}))
+    assert told(trajectory) == (Status.INFRA_ERROR, "evaluation", "SandboxError")
+
+
+# --- prepare
+
+
+async def test_prepare_is_tried_again_with_doubling_pauses_and_then_is_infrastructure() -> None:
     world = World(result=ExecResult(1, b"", b"no network", 0.1))
-    action = PrepareAction("exec", command="pip install x", max_attempts=3, retry_backoff_seconds=0.001)
-    trajectory = await run(world, runtime=replace(doubles.attempt().task.runtime, prepare=(action,)))
-    assert trajectory.status is Status.INFRA_ERROR
+    action = PrepareAction("exec", command="pip install x", max_attempts=3, retry_backoff_seconds=2)
+    trajectory = await run(world, runtime=RuntimeSpec(prepare=(action,)))
+    assert told(trajectory) == (Status.INFRA_ERROR, "init", "SandboxError")
     assert trajectory.failure is not None
     assert "no network" in trajectory.failure.message
     assert world.seen.count("agent.exec") == 3
+    assert trajectory.timings["init"] == 2 + 4
 
 
-async def test_a_close_that_hangs_is_given_up() -> None:
-    with anyio.fail_after(5):
-        async with closing(anyio.sleep_forever, grace=0.01, name="x"):
-            pass
-
-
-async def test_ready_sandboxes_wait_for_a_run_slot_and_hold_no_init_slot() -> None:
-    """READY is real: while one runs, `live` more are initialised, and not one beyond."""
-    world = World(steps={"agent.exec": anyio.sleep_forever})
-    stages = doubles.stages(live=3, init=1, run=1)
-
-    async def one(name: str) -> None:
-        await run_attempt(
-            doubles.attempt(name),
-            parts=doubles.parts(world),
-            sessions=MemorySessions(ledger()),
-            stages=stages,
-            budgets=BUDGETS,
-        )
-
-    with anyio.fail_after(10):
-        async with anyio.create_task_group() as group:
-            for index in range(6):
-                group.start_soon(one, f"s{index}")
-            while not (stages.run.running == 1 and stages.run.waiting == 2 and stages.live.waiting == 3):
-                await anyio.lowlevel.checkpoint()
-            assert world.seen.count("agent.start") == 3
-            assert stages.init.running == 0
-            group.cancel_scope.cancel()
-    assert sorted(world.opened) == sorted(world.closed)
-
-
-@pytest.mark.parametrize("seed", range(30))
-async def test_whatever_fails_hangs_or_is_aborted_each_attempt_gives_one_trajectory(seed: int) -> None:
-    rng = random.Random(seed)
+async def test_prepare_stops_trying_once_it_worked() -> None:
     world = World()
+    results = iter([SandboxError("busy"), None])
 
-    async def mischief() -> None:
-        dice = rng.random()
-        if dice < 0.08:
-            raise rng.choice([SandboxError("x"), HarnessError("x"), ValueError("x")])
-        await anyio.sleep(rng.random() / 500 if dice < 0.9 else 0.2)
+    async def flaky() -> None:
+        if error := next(results, None):
+            raise error
 
-    places = ("start", "exec", "upload", "stop")
-    world.steps = {f"{purpose}.{place}": mischief for purpose in ("agent", "evaluation") for place in places}
-    world.steps |= {"extract": mischief, "evaluate": mischief}
-    stages = doubles.stages(live=5, init=2, run=3, postrun=2)
-    budgets = Budgets(init=0.1, build=5, evaluation=0.1, cleanup=1.0)
-
-    async def one(attempt: doubles.Attempt) -> Trajectory:
-        return await run_attempt(
-            attempt,
-            parts=doubles.parts(world, MemoryEvaluator(world)),
-            sessions=MemorySessions(ledger()),
-            stages=stages,
-            budgets=budgets,
-        )
-
-    batch = Batch(one, admitted=8, retries=1)
-    send, receive = anyio.create_memory_object_stream[Trajectory](0)
-    seen: list[Trajectory] = []
-    with anyio.fail_after(60):
-        async with anyio.create_task_group() as group, receive:
-            group.start_soon(batch.run, [doubles.attempt(f"s{n}") for n in range(20)], send)
-            async for trajectory in receive:
-                seen.append(trajectory)
-                batch.abort(f"s{rng.randrange(40)}")
-    assert sorted(t.attempt.session_id for t in seen) == sorted(f"s{n}" for n in range(20))
-    assert sorted(world.opened) == sorted(world.closed)
-    assert [s.running for s in (stages.live, stages.init, stages.run, stages.postrun)] == [0, 0, 0, 0]
-    for trajectory in seen:
-        assert (trajectory.evaluation is not None) == (trajectory.failure is None)
+    world.steps["agent.upload"] = flaky
+    action = PrepareAction("upload_file", source="/a", target="/b", max_attempts=5)
+    trajectory = await run(world, runtime=RuntimeSpec(prepare=(action,), eval_prepare=()))
+    assert trajectory.status is Status.COMPLETED
+    assert world.seen.count("agent.upload") == 2 + 1  # and the harness's own file
 
 
-async def test_an_infrastructure_error_is_run_again_and_counted() -> None:
-    runs: list[str] = []
+@pytest.mark.parametrize("action", [PrepareAction("exec"), PrepareAction("upload_dir", source="/a")])
+async def test_a_prepare_action_that_lacks_something_is_not_tried_again(action: PrepareAction) -> None:
+    trajectory = await run(World(), runtime=RuntimeSpec(prepare=(replace(action, max_attempts=9),)))
+    assert told(trajectory) == (Status.INFRA_ERROR, "init", ConfigError.__name__)
+    assert trajectory.timings["init"] == 0
 
-    async def one(attempt: doubles.Attempt) -> Trajectory:
-        runs.append(attempt.session_id)
-        return Trajectory(attempt, Status.INFRA_ERROR if len(runs) < 3 else Status.COMPLETED)
 
-    batch = Batch(one, admitted=1, retries=2)
-    send, receive = anyio.create_memory_object_stream[Trajectory](0)
-    async with anyio.create_task_group() as group, receive:
-        group.start_soon(batch.run, [doubles.attempt()], send)
-        (only,) = [trajectory async for trajectory in receive]
-    assert only.status is Status.COMPLETED
-    assert batch.counts["infra_retries"] == 2
+# --- times
+
+
+async def test_each_stage_is_charged_for_its_own_time_and_no_other() -> None:
+    seconds = {
+        "agent.start": 1, "agent.upload": 2, "agent.exec": 4, "extract": 8, "agent.stop": 0.5,
+        "evaluate": 16, "evaluation.start": 3, "evaluation.exec": 5, "evaluation.stop": 1,
+    }  # fmt: skip
+    world = World(steps={place: taking(time) for place, time in seconds.items()})
+    trajectory = await run(world)
+    assert trajectory.status is Status.COMPLETED
+    assert trajectory.timings == pytest.approx(
+        {
+            "queued": 0,
+            "init": 3,
+            "ready": 0,
+            "agent": 4,
+            "extract": 8,
+            "close": 0.5,
+            "postrun_queued": 0,
+            "build": 0,
+            "evaluation": 25,
+            "total": 40.5,
+        }
+    )
+
+
+async def test_no_stage_spends_the_budget_of_another() -> None:
+    """Each takes nearly all of its own: together far more than any of them."""
+    world = World(
+        steps={"agent.start": taking(29), "agent.exec": taking(59), "extract": taking(39), "evaluate": taking(39)}
+    )
+    trajectory = await run(world)
+    assert trajectory.status is Status.COMPLETED
+    assert trajectory.timings["total"] == 166

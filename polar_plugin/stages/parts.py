@@ -1,0 +1,96 @@
+"""What an attempt is made of and bounded by: budgets, stages, an open session, and the plugins of its task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..evaluators.base import Evaluator
+from ..harnesses.base import Harness, LaunchContext
+from ..merge.builders import Builder
+from ..records import Attempt, CompletionSession, Trace
+from ..runtimes.base import Runtime
+from .stage import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """Seconds each stage may take; none spends another's."""
+
+    init: float = 600.0
+    agent: float | None = None
+    """None: the task's own `timeout_seconds`."""
+    build: float = 120.0
+    evaluation: float = 1800.0
+    """For extracting, and again for grading."""
+    cleanup: float = 30.0
+    """For closing one thing, and for the program to come back after its deadline."""
+    first_call: float | None = None
+    """No model call within this time after the program's start: it did not start. None: not watched."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Acquired in the order live, init, run, postrun: so nobody waits for what another waiter holds."""
+
+    live: Stage
+    """Started sandboxes of agents: INIT + READY + RUNNING, and those being closed."""
+    init: Stage
+    run: Stage
+    postrun: Stage
+
+    @classmethod
+    def sized(cls, *, init: int, ready: int, run: int, postrun: int) -> Stages:
+        """`ready` is how many sandboxes may be under way to, or wait for, a run slot while all of those are taken."""
+        return cls(Stage("live", run + ready), Stage("init", init), Stage("run", run), Stage("postrun", postrun))
+
+
+class OpenSession(Protocol):
+    """An open ledger, as the script needs it."""
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def calls(self) -> int:
+        """Model calls that arrived so far, answered or not."""
+        ...
+
+    @property
+    def last_error(self) -> Exception | None:
+        """What the latest model call failed with; None again once one succeeds."""
+        ...
+
+    async def first_call(self) -> None:
+        """Returns when the first model call has arrived."""
+        ...
+
+    def seal(self) -> CompletionSession:
+        """End it: nothing more is recorded. Idempotent."""
+        ...
+
+
+class Sessions(Protocol):
+    def open(self, attempt: Attempt) -> AbstractAsyncContextManager[OpenSession]:
+        """A new session under a new key, which is worth nothing after the block.
+
+        In memory: entering and leaving wait for nothing outside, as no budget covers them.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What one attempt is made of; resolved from its task before anything starts."""
+
+    harness: Harness
+    evaluator: Evaluator
+    builder: Builder
+    runtime: Callable[[str], Runtime]
+    """Makes a sandbox, not started; the argument is its purpose, "agent" or "evaluation"."""
+    launch_context: Callable[[Runtime, str], LaunchContext]
+    """From the started runtime and the session's key."""
+    count: Callable[[CompletionSession, Sequence[Trace]], Mapping[str, int]]
+    check: Callable[[Sequence[Trace], CompletionSession], None] | None = None
