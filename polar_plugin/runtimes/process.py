@@ -85,6 +85,7 @@ async def run(command: Command, *, stdin: bytes, timeout: float | None, limit: i
 async def _spawn(command: Command) -> Process:
     """Shielded, so that a cancellation cannot come between the start and the block that ends it."""
     argv = list(command.argv)
+    process: Process | None = None
     try:
         with anyio.CancelScope(shield=True):
             process = await anyio.open_process(
@@ -92,6 +93,7 @@ async def _spawn(command: Command) -> Process:
             )
     except OSError as error:
         raise SandboxError(f"cannot start {argv[0]}: {error.strerror}") from error
+    assert process is not None
     return process
 
 
