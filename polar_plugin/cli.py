@@ -91,10 +91,12 @@ def replay(
     from .recording import load
 
     for path in files:
-        session = load(path)
-        traces = plugins.create(builder, plugins.BUILDERS, "builder", {}).build(session)
-        check(traces, session)
-        told = counts(session, traces)
+        session = load(path).session
+        chosen = plugins.create(builder, plugins.BUILDERS, "builder", {})
+        policy = getattr(chosen, "policy", None)
+        traces = chosen.build(session)
+        check(traces, session, policy)
+        told = counts(session, traces, policy)
         if as_json:
             typer.echo(json.dumps({"file": str(path), "counts": told, "traces": [trace_json(t) for t in traces]}))
             continue

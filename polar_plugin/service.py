@@ -6,10 +6,10 @@ import functools
 import tempfile
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import anyio
 import anyio.to_thread
@@ -28,11 +28,21 @@ from .merge.traces import counts
 from .merge.untrained import Policy as TrainingPolicy
 from .proxy.server import Proxy, ProxyConfig
 from .proxy.session import Session
-from .records import Attempt, ChatRequest, Completion, CompletionSession, Trace, Trajectory
+from .recording import End, Header, Recorder
+from .records import (
+    Attempt,
+    ChatRequest,
+    Completion,
+    CompletionSession,
+    Failure,
+    Status,
+    Trace,
+    Trajectory,
+)
 from .runtimes.base import Runtime
-from .stages.attempt import Budgets, Parts, Stages, run_attempt
+from .stages.attempt import Script
 from .stages.batch import Batch
-from .stages.stage import Stage
+from .stages.parts import Budgets, Parts, Stages
 
 _VERIFY_EVERY = {"all": 1, "sample": 8, "off": 0}
 
@@ -56,7 +66,7 @@ class RolloutService:
         self._given_engine = engine
         self._given_renderer = renderer
         self._stack = AsyncExitStack()
-        self._built = 0
+        self._resolved = 0
 
     async def __aenter__(self) -> RolloutService:
         async with AsyncExitStack() as stack:
@@ -67,9 +77,9 @@ class RolloutService:
             length = min(self.config.engine.context_length or self.info.context_length, self.info.context_length)
             self.policy = Policy(self.engine, renderer, self.config.sampling.params(), length)
             sockets = stack.enter_context(tempfile.TemporaryDirectory(prefix="polar-"))
-            self.proxy = Proxy(_proxy_config(self.config, Path(sockets) / "proxy.sock"))
+            self.proxy = Proxy(ProxyConfig(unix_socket=Path(sockets) / "proxy.sock", **self.config.proxy.model_dump()))
             await stack.enter_async_context(self.proxy.serving())
-            self.stages = _stages(self.config)
+            self.stages = Stages.sized(**self.config.stages.model_dump())
             self._stack = stack.pop_all()
         return self
 
@@ -83,11 +93,11 @@ class RolloutService:
 
         Raises ConfigError, before anything starts, where a task names what does not exist.
         """
+        parts = {attempt.session_id: self._parts(attempt) for attempt in attempts}
         send, receive = anyio.create_memory_object_stream[Trajectory](0)
         done: dict[str, Trajectory] = {}
-        parts = {attempt.session_id: self._parts(attempt) for attempt in attempts}
         batch = Batch(
-            lambda attempt: self._attempt(attempt, parts[attempt.session_id]),
+            lambda attempt: _Run(self, attempt, parts[attempt.session_id]),
             admitted=max(1, len(attempts)),
             retries=self.config.retries,
         )
@@ -95,43 +105,26 @@ class RolloutService:
             group.start_soon(batch.run, attempts, send)
             async for trajectory in receive:
                 done[trajectory.attempt.session_id] = trajectory
-                self._count(trajectory)
+                self.counts[f"attempts_{trajectory.status}"] += 1
+                self.counts.update(trajectory.counts)
                 if on_done:
                     on_done(trajectory)
         self.counts.update(batch.counts)
         return [done[attempt.session_id] for attempt in attempts]
 
-    @asynccontextmanager
-    async def open(self, attempt: Attempt) -> AsyncGenerator[Session]:
-        """A session of the proxy for one attempt, recorded as its calls come where the config says so."""
-        conversation = Conversation(self.policy, attempt.session_id)
-        model = attempt.task.agent.model_name
-        metadata = {"task_id": attempt.task.task_id, "model": model, **attempt.task.metadata}
-        async with AsyncExitStack() as stack:
-            recorder = None
-
-            async def reply(request: ChatRequest) -> Completion:
-                completion = await conversation(request)
-                if recorder:
-                    recorder.write(completion)
-                return completion
-
-            session = await stack.enter_async_context(self.proxy.session(attempt.session_id, reply, **metadata))
-            yield session
-
-    async def _attempt(self, attempt: Attempt, parts: Parts) -> Trajectory:
-        budgets = Budgets(**self.config.budgets.model_dump())
-        return await run_attempt(attempt, parts=parts, sessions=self, stages=self.stages, budgets=budgets)
+    def paused(self) -> AbstractAsyncContextManager[None]:
+        """Within it new model calls are held, for a weight update; it always reopens. Calls under way go on."""
+        return self.proxy.paused()
 
     def _parts(self, attempt: Attempt) -> Parts:
-        """What the attempt's task names. Raises ConfigError, before anything starts."""
+        """What the attempt's task names."""
         task = attempt.task
-        harness = cast("Harness", plugins.create(task.agent.plugin, plugins.HARNESSES, "harness", {}))
+        harness = plugins.create(task.agent.plugin, plugins.HARNESSES, "harness", {})
         evaluator = plugins.create(task.evaluator.strategy, plugins.EVALUATORS, "evaluator", task.evaluator.config)
         builder = plugins.create(task.builder.strategy, plugins.BUILDERS, "builder", task.builder.config)
-        policy = getattr(builder, "policy", None)
+        policy = cast("TrainingPolicy | None", getattr(builder, "policy", None))
         return Parts(
-            harness=harness,
+            harness=cast("Harness", harness),
             evaluator=cast("Evaluator", evaluator),
             builder=cast("Builder", builder),
             runtime=functools.partial(self._runtime, attempt),
@@ -141,6 +134,7 @@ class RolloutService:
         )
 
     def _runtime(self, attempt: Attempt, purpose: str) -> Runtime:
+        """An evaluator's sandbox has no way to the model."""
         spec = attempt.task.runtime
         if purpose == "evaluation":
             spec = replace(spec, network="none")
@@ -161,22 +155,120 @@ class RolloutService:
         )
 
     def _check(self, policy: TrainingPolicy | None) -> Callable[[Sequence[Trace], CompletionSession], None] | None:
-        """The merge invariants, for as many trajectories as the config says."""
+        """The merge invariants, for as many attempts as the config says."""
         every = _VERIFY_EVERY[self.config.verify]
-        self._built += 1
-        if not every or self._built % every:
+        self._resolved += 1
+        if not every or self._resolved % every:
             return None
         return functools.partial(check, policy=policy, decode=self.policy.renderer.decode)
 
-    def _count(self, trajectory: Trajectory) -> None:
-        self.counts[f"attempts_{trajectory.status}"] += 1
-        self.counts.update(trajectory.counts)
+
+class Ledger:
+    """A proxy's session as the stages see it (`stages.parts.OpenSession`)."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    @property
+    def key(self) -> str:
+        return self._session.key
+
+    @property
+    def calls(self) -> int:
+        return self._session.counts["calls"]
+
+    @property
+    def last_error(self) -> Exception | None:
+        return self._session.last_error
+
+    async def first_call(self) -> None:
+        await self._session.called.wait()
+
+    def seal(self) -> CompletionSession:
+        return self._session.seal()
+
+
+class _Run:
+    """One run of an attempt's script (`stages.batch.Run`), recorded as it goes where the config says so."""
+
+    def __init__(self, service: RolloutService, attempt: Attempt, parts: Parts) -> None:
+        self._service = service
+        self._attempt = attempt
+        self._recorder: Recorder | None = None
+        budgets = Budgets(**service.config.budgets.model_dump())
+        self._script = Script(attempt, parts=parts, sessions=self, stages=service.stages, budgets=budgets)
+
+    @property
+    def state(self) -> str:
+        return self._script.state
+
+    def cut_short(self, status: Status, failure: Failure) -> Trajectory:
+        return self._script.cut_short(status, failure)
+
+    async def run(self) -> Trajectory:
+        directory = self._service.config.recording.directory
+        if directory is None:
+            return await self._script.run()
+        with Recorder(self._path(directory), self._header()) as self._recorder:
+            trajectory = await self._script.run()
+            self._write_end(self._recorder, trajectory)
+        return trajectory
+
+    @asynccontextmanager
+    async def open(self, attempt: Attempt) -> AsyncGenerator[Ledger]:
+        """A session of the proxy, for the script. What the recorder holds is on disk before the harness has it."""
+        conversation = Conversation(self._service.policy, attempt.session_id)
+        metadata = {"task_id": attempt.task.task_id, "model": attempt.task.agent.model_name, **attempt.task.metadata}
+
+        async def reply(request: ChatRequest) -> Completion:
+            completion = await conversation(request)
+            if self._recorder:
+                self._recorder.completion(completion)
+            return completion
+
+        async with self._service.proxy.session(attempt.session_id, reply, **metadata) as session:
+            yield Ledger(session)
+
+    def _path(self, directory: Path) -> Path:
+        """A run after an infrastructure error gets a file of its own beside the first one's."""
+        name, suffix = self._attempt.session_id, self._service.config.recording.suffix
+        path, again = directory / f"{name}{suffix}", 1
+        while path.exists():
+            path, again = directory / f"{name}.again{again}{suffix}", again + 1
+        return path
+
+    def _header(self) -> Header:
+        attempt, service = self._attempt, self._service
+        renderer = service.policy.renderer
+        return Header(
+            session_id=attempt.session_id,
+            task_id=attempt.task.task_id,
+            harness=attempt.task.agent.plugin,
+            model=service.info.model,
+            tokenizer={"renderer": renderer.name, "vocab_size": renderer.vocab_size},
+            metadata=attempt.task.metadata,
+        )
+
+    @staticmethod
+    def _write_end(recorder: Recorder, trajectory: Trajectory) -> None:
+        session = trajectory.session
+        for completion_id, delivery in (session.delivery if session else {}).items():
+            recorder.delivery(completion_id, delivery)
+        recorder.end(
+            End(
+                status=trajectory.status,
+                evaluation=trajectory.evaluation,
+                failure=trajectory.failure,
+                counts=trajectory.counts,
+                session_counts=session.counts if session else {},
+            )
+        )
 
 
 def make_engine(config: RolloutConfig) -> Engine:
     """The engine that `config.engine` names, not yet entered. Raises ConfigError."""
     engine = config.engine
-    options = dict(engine.options)
+    options: dict[str, Any] = dict(engine.options)
     if engine.kind in ("sglang", "vllm"):
         if not engine.url:
             raise ConfigError(f"engine.url is not set: the {engine.kind} engine needs the address of its server")
@@ -211,18 +303,4 @@ def make_renderer(config: RolloutConfig) -> Renderer:
         tool_parser=renderer.tool_parser,
         reasoning_parser=renderer.reasoning_parser,
         chat_template_kwargs=renderer.chat_template_kwargs,
-    )
-
-
-def _proxy_config(config: RolloutConfig, socket: Path) -> ProxyConfig:
-    return ProxyConfig(unix_socket=socket, **config.proxy.model_dump())
-
-
-def _stages(config: RolloutConfig) -> Stages:
-    told = config.stages
-    return Stages(
-        live=Stage("live", told.run + told.ready),
-        init=Stage("init", told.init),
-        run=Stage("run", told.run),
-        postrun=Stage("postrun", told.postrun),
     )
