@@ -1,0 +1,310 @@
+"""Records as the JSON objects of a recording's lines, and back. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from ..engine.buffer import TokenBuffer
+from ..errors import RecordingError
+from ..merge.chains import extends
+from ..merge.traces import message_json, tool_json
+from ..records import (
+    BreakReason,
+    ChatRequest,
+    Completion,
+    Delivery,
+    Evaluation,
+    Failure,
+    FinishReason,
+    Generation,
+    JSONObject,
+    Message,
+    Role,
+    SamplingParams,
+    Status,
+    TokenIds,
+    Tool,
+    ToolCall,
+    VersionSpan,
+    log_probs,
+    token_ids,
+)
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a recording says of its session before the first call."""
+
+    session_id: str
+    task_id: str = ""
+    harness: str = ""
+    model: str = ""
+    tokenizer: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How the session's attempt ended."""
+
+    status: Status | None = None
+    evaluation: Evaluation | None = None
+    failure: Failure | None = None
+    counts: Mapping[str, int] = field(default_factory=dict[str, int])
+    """The trajectory's."""
+    session_counts: Mapping[str, int] = field(default_factory=dict[str, int])
+    """The sealed session's own: `CompletionSession.counts`."""
+
+
+def encode(line: JSONObject) -> bytes:
+    """One line with its newline; arrays become lists. Raises TypeError or ValueError on what JSON cannot say."""
+    try:
+        text = json.dumps(line, ensure_ascii=False, separators=(",", ":"), default=_list).encode()
+    except UnicodeEncodeError:  # a lone surrogate, which only an escape can carry
+        text = json.dumps(line, separators=(",", ":"), default=_list).encode()
+    return text + b"\n"
+
+
+def _list(value: object) -> list[Any]:
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"{type(value).__name__} is not JSON")
+    array = cast("NDArray[Any]", value)
+    if array.dtype != np.float32 or not np.isfinite(array).all():
+        return array.tolist()
+    return orjson.loads(orjson.dumps(np.ascontiguousarray(array), option=orjson.OPT_SERIALIZE_NUMPY))
+
+
+# --- records to lines ------------------------------------------------------------------------------------------------
+
+
+def header_json(header: Header) -> JSONObject:
+    return {"type": "session", "version": VERSION, **_shallow(header)}
+
+
+def end_json(end: End) -> JSONObject:
+    return {
+        "type": "end",
+        "status": end.status,
+        "evaluation": _shallow(end.evaluation) if end.evaluation else None,
+        "failure": _shallow(end.failure) if end.failure else None,
+        "counts": dict(end.counts),
+        "session_counts": dict(end.session_counts),
+    }
+
+
+def delivery_json(completion_id: str, delivery: Delivery) -> JSONObject:
+    return {"type": "delivery", "id": completion_id, "delivery": delivery}
+
+
+def completion_json(completion: Completion, parent: Completion | None, delivery: Delivery | None) -> JSONObject:
+    """`parent` is the completion that `completion.parent` names, where it was recorded before."""
+    generation = completion.generation
+    line: JSONObject = {
+        "type": "completion",
+        "id": completion.id,
+        "parent": completion.parent,
+        "role": completion.request.role,
+        "break_reason": completion.break_reason,
+        "started": completion.started,
+        "ended": completion.ended,
+        "api": completion.request.api,
+        "request": _request_json(completion.request, parent),
+        "sampling": _shallow(completion.sampling),
+        **_prompt_json(completion.prompt_ids, parent),
+        "output_ids": generation.output_ids,
+        "logprobs": generation.logprobs,
+        "finish_reason": generation.finish_reason,
+        "stop": generation.stop,
+        "weight_versions": [[span.version, span.count] for span in generation.versions],
+        "reply": message_json(completion.reply),
+        "malformed_calls": completion.malformed_calls,
+    }
+    return line if delivery is None else {**line, "delivery": delivery}
+
+
+def _prompt_json(prompt: TokenIds, parent: Completion | None) -> JSONObject:
+    if parent and extends(prompt, parent):
+        return {"prompt_delta": prompt[parent.length :]}
+    return {"prompt_ids": prompt}
+
+
+def _request_json(request: ChatRequest, parent: Completion | None) -> JSONObject:
+    told: JSONObject = {
+        "tool_choice": request.tool_choice,
+        "sampling": _shallow(request.sampling),
+        "stream": request.stream,
+        "model": request.model,
+        "retry": request.retry,
+        "ignored": list(request.ignored),
+    }
+    kept = _common((*parent.request.messages, parent.reply), request.messages) if parent else 0
+    delta = [message_json(message) for message in request.messages[kept:]]
+    told.update({"messages_kept": kept, "messages_delta": delta} if kept else {"messages": delta})
+    if parent is None or not _same_tools(request.tools, parent.request.tools):
+        told["tools"] = [tool_json(tool) for tool in request.tools]
+    return told
+
+
+def _common(base: Sequence[Message], messages: Sequence[Message]) -> int:
+    """How many messages both begin with, wire ids included."""
+    for position, (left, right) in enumerate(zip(base, messages, strict=False)):
+        if left is not right and (left != right or _wire_ids(left) != _wire_ids(right)):
+            return position
+    return min(len(base), len(messages))
+
+
+def _wire_ids(message: Message) -> tuple[str, ...]:
+    return message.tool_call_id, *(call.id for call in message.tool_calls)
+
+
+def _same_tools(left: Sequence[Tool], right: Sequence[Tool]) -> bool:
+    """Equal as text: `==` would take True for 1 and overlook the order of keys, which templates print."""
+    return left is right or repr(left) == repr(right)
+
+
+def _shallow(record: Any) -> JSONObject:
+    return {one.name: getattr(record, one.name) for one in dataclasses.fields(record)}
+
+
+# --- lines to records ------------------------------------------------------------------------------------------------
+
+
+def header_of(line: JSONObject) -> Header:
+    """Raises RecordingError on a line of another kind or a later version."""
+    if line.get("type") != "session":
+        raise RecordingError('does not begin with a line {"type": "session", ...}: this is no recording')
+    if line.get("version") != VERSION:
+        raise RecordingError(f"has version {line.get('version')!r}; this release reads version {VERSION}")
+    return Header(**_known(Header, line))
+
+
+def end_of(line: JSONObject) -> End:
+    evaluation, failure = line.get("evaluation"), line.get("failure")
+    return End(
+        status=Status(line["status"]) if line.get("status") else None,
+        evaluation=_evaluation(evaluation) if evaluation else None,
+        failure=Failure(**_known(Failure, failure)) if failure else None,
+        counts=line.get("counts") or {},
+        session_counts=line.get("session_counts") or {},
+    )
+
+
+def _evaluation(line: JSONObject) -> Evaluation:
+    told = _known(Evaluation, line)
+    if told.get("trace_rewards") is not None:
+        told["trace_rewards"] = tuple(told["trace_rewards"])
+    return Evaluation(**told)
+
+
+class CompletionReader:
+    """Completion lines, in the order recorded, to completions. Mutable: each may be the parent of later ones.
+
+    Prompts along a chain are views of one growing buffer, as they were when they were sampled.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, Completion] = {}
+        self._buffers: dict[str, TokenBuffer] = {}
+
+    def read(self, line: JSONObject) -> Completion:
+        """Raises KeyError, TypeError or ValueError on what the line lacks or has wrong."""
+        parent = self._known.get(line.get("parent") or "")
+        buffer, prompt = self._prompt(line, parent)
+        output = token_ids(line["output_ids"])
+        completion = Completion(
+            id=line["id"],
+            request=_request(line, parent),
+            prompt_ids=prompt,
+            generation=Generation(
+                output_ids=output,
+                logprobs=log_probs(line["logprobs"]),
+                finish_reason=FinishReason(line.get("finish_reason") or FinishReason.STOP),
+                versions=tuple(VersionSpan(version, count) for version, count in line.get("weight_versions") or ()),
+                stop=line.get("stop"),
+            ),
+            reply=_message(line.get("reply") or {"role": "assistant"}),
+            sampling=_sampling(line.get("sampling")),
+            started=line.get("started") or 0.0,
+            ended=line.get("ended") or 0.0,
+            parent=line.get("parent"),
+            break_reason=BreakReason(line["break_reason"]) if line.get("break_reason") else None,
+            malformed_calls=line.get("malformed_calls") or 0,
+        )
+        self._known[completion.id] = completion
+        self._buffers[completion.id] = buffer.extended(len(prompt), output)
+        return completion
+
+    def _prompt(self, line: JSONObject, parent: Completion | None) -> tuple[TokenBuffer, TokenIds]:
+        if "prompt_delta" not in line:
+            ids = token_ids(line["prompt_ids"])
+            buffer, length = TokenBuffer(ids), len(ids)
+        elif parent is None:
+            raise ValueError(f"prompt_delta follows the completion {line.get('parent')!r}, which no line before has")
+        else:
+            delta = token_ids(line["prompt_delta"])
+            buffer, length = self._buffers[parent.id].extended(parent.length, delta), parent.length + len(delta)
+        return buffer, buffer.view(length)
+
+
+def _request(line: JSONObject, parent: Completion | None) -> ChatRequest:
+    told = cast("JSONObject", line.get("request") or {})
+    known = _known(ChatRequest, told)
+    known["messages"], known["tools"] = _messages(told, parent), _tools(told, parent)
+    known["sampling"] = _sampling(told.get("sampling"))
+    known["api"], known["role"] = line.get("api") or "", Role(line.get("role") or Role.MAIN)
+    known["ignored"] = tuple(told.get("ignored") or ())
+    return ChatRequest(**known)
+
+
+def _messages(told: JSONObject, parent: Completion | None) -> tuple[Message, ...]:
+    if "messages_delta" not in told:
+        return tuple(_message(message) for message in told.get("messages") or ())
+    if parent is None:
+        raise ValueError("messages_delta without a parent in the lines before")
+    base = (*parent.request.messages, parent.reply)
+    kept = told.get("messages_kept", len(base))
+    if not 0 <= kept <= len(base):
+        raise ValueError(f"messages_kept is {kept}, but the parent has {len(base)} messages with its reply")
+    return (*base[:kept], *(_message(message) for message in told["messages_delta"]))
+
+
+def _tools(told: JSONObject, parent: Completion | None) -> tuple[Tool, ...]:
+    if "tools" not in told:
+        return parent.request.tools if parent else ()
+    return tuple(Tool(**_known(Tool, tool["function"])) for tool in told["tools"] or ())
+
+
+def _message(told: JSONObject) -> Message:
+    calls = cast("Sequence[JSONObject]", told.get("tool_calls") or ())
+    return Message(
+        role=told["role"],
+        content=told.get("content") or "",
+        reasoning=told.get("reasoning_content") or "",
+        tool_calls=tuple(
+            ToolCall(call["function"]["name"], call["function"]["arguments"], call.get("id") or "") for call in calls
+        ),
+        tool_call_id=told.get("tool_call_id") or "",
+        name=told.get("name") or "",
+    )
+
+
+def _sampling(told: JSONObject | None) -> SamplingParams:
+    known = _known(SamplingParams, told or {})
+    known["stop"] = tuple(known.get("stop") or ())
+    return SamplingParams(**known)
+
+
+def _known(record: type, told: JSONObject) -> JSONObject:
+    """The keys of `told` that `record` has as fields; others are a later writer's."""
+    names = {one.name for one in dataclasses.fields(record)}
+    return {name: value for name, value in told.items() if name in names}
