@@ -46,7 +46,8 @@ def chains(session: CompletionSession, parents: Parents, untrained: Collection[s
 def _heirs(session: CompletionSession, parents: Parents, untrained: Collection[str]) -> Mapping[str, str]:
     """For each parent of several the child that keeps its chain.
 
-    One that was extended, then the most trained tokens in and below it, then one that arrived, then the first.
+    One with trained tokens in or below it that was extended, then the most such tokens, then one that arrived, then the
+    first: so there are no more traces than trained completions that no trained one extends.
     """
     families = siblings(session.completions, parents)
     families.pop(ROOTS, None)
@@ -60,7 +61,7 @@ def _heirs(session: CompletionSession, parents: Parents, untrained: Collection[s
             extended.add(parent.id)
 
     def weight(child: Completion) -> tuple[bool, int, bool]:
-        return child.id in extended, below[child.id], session.delivered(child)
+        return child.id in extended and below[child.id] > 0, below[child.id], session.delivered(child)
 
     return {parent: max(children, key=weight).id for parent, children in families.items()}
 

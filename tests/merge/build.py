@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from polar_plugin.records import (
+    BreakReason,
     ChatRequest,
     Completion,
     CompletionSession,
@@ -15,6 +16,7 @@ from polar_plugin.records import (
     FinishReason,
     Generation,
     Message,
+    Role,
     SamplingParams,
     VersionSpan,
     log_probs,
@@ -40,8 +42,11 @@ class Ledger:
         version: str = "",
         reply: Message | None = None,
         request: ChatRequest | None = None,
+        role: Role = Role.MAIN,
+        at: float = 0.0,
+        break_reason: BreakReason | None = None,
     ) -> str:
-        """Record a call; `after` names its parent (default: found by hand in no way). Returns its id."""
+        """Record a call that takes a second from `at`; `after` names its parent. Returns its id."""
         name = f"c{len(self.completions)}"
         generation = Generation(
             token_ids(np.asarray(output, np.int32)),
@@ -50,8 +55,8 @@ class Ledger:
             (VersionSpan(version, len(output)),) if version and output else (),
         )
         completion = Completion(
-            name, request or ChatRequest(()), token_ids(prompt), generation, reply or Message("assistant"),
-            SamplingParams(), 0.0, 1.0, after if self.parents else None,
+            name, request or ChatRequest((), role=role), token_ids(prompt), generation, reply or Message("assistant"),
+            SamplingParams(), at, at + 1, after if self.parents else None, break_reason,
         )  # fmt: skip
         self.completions.append(completion)
         self.delivery[name] = Delivery.DELIVERED if delivered else Delivery.UNDELIVERED

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
 from dataclasses import replace
+from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from polar_plugin.errors import ConfigError, MergeError
 from polar_plugin.merge.builders import PerRequest, PrefixMerging
@@ -16,25 +14,30 @@ from polar_plugin.merge.check import check
 from polar_plugin.merge.traces import counts, trace_json, trace_text
 from polar_plugin.merge.untrained import Policy
 from polar_plugin.records import (
-    CompletionSession,
+    BreakReason,
+    ChatRequest,
     FinishReason,
     Generation,
+    Message,
+    Role,
+    Tool,
+    ToolCall,
     Trace,
     VersionSpan,
     log_probs,
-    mask,
     token_ids,
 )
 
 from .build import Ledger
 
 
-def merged(ledger: Ledger, **config: int) -> tuple[Trace, ...]:
+def merged(ledger: Ledger, **config: Any) -> tuple[Trace, ...]:
     """The traces, checked."""
     session = ledger.sealed()
     traces = PrefixMerging(**config).build(session)
     check(traces, session, Policy.of(**config))
-    told = counts(session, traces)
+    told = counts(session, traces, Policy.of(**config))
+    assert "untrained_unexplained" not in told
     untrained = sum(count for name, count in told.items() if name.startswith("untrained_"))
     assert told["sampled_tokens"] == told["trained_tokens"] + untrained
     assert told["trained_tokens"] == sum(trace.trained for trace in traces)
@@ -47,6 +50,25 @@ def tokens(trace: Trace) -> list[int]:
 
 def trained(trace: Trace) -> list[int]:
     return trace.response_ids[trace.loss_mask].tolist()
+
+
+def test_case_1_six_turns_with_thinking_and_tools_give_one_trace_with_every_sampled_token_trained() -> None:
+    ledger, parent, prompt = Ledger(), None, [1, 2, 3]
+    messages: tuple[Message, ...] = (Message("user", "mend it"),)
+    for turn in range(6):
+        output = [100 + turn, 200 + turn, 9]
+        call = ToolCall("bash", f'{{"command": "{turn}"}}', f"call_{turn}")
+        reply = Message("assistant", reasoning=f"thought {turn}", tool_calls=(call,))
+        parent = ledger.say(prompt, output, after=parent, reply=reply, request=ChatRequest(messages))
+        # the harness rewrites the call and drops the thinking; the tokens that were sampled stay
+        echo = Message("assistant", tool_calls=(ToolCall("bash", f'{{"command":"{turn}"}}', f"toolu_{turn}"),))
+        messages = (*messages, echo, Message("tool", f"result {turn}", tool_call_id=f"toolu_{turn}"))
+        prompt = [*prompt, *output, 50 + turn, 60 + turn]
+    (only,) = merged(ledger)
+    assert trained(only) == [token for turn in range(6) for token in (100 + turn, 200 + turn, 9)]
+    assert [message.role for message in only.response_messages] == ["assistant", *["tool", "assistant"] * 5]
+    assert [message.reasoning for message in only.response_messages[::2]] == [f"thought {turn}" for turn in range(6)]
+    assert only.prompt_messages == (Message("user", "mend it"),)
 
 
 @pytest.mark.parametrize("parents", [True, False], ids=["parents told", "parents found by tokens"])
@@ -175,6 +197,47 @@ def test_case_24_a_branch_repeats_the_shared_part_as_context_only() -> None:
     assert (tokens(side), trained(side)) == ([1, 2, 9, 8], [8])
 
 
+def test_case_24_a_parent_its_sub_agent_and_the_thread_after_compaction_are_all_trained() -> None:
+    ledger = Ledger()
+    a = ledger.say([1], [2], break_reason=BreakReason.FIRST_CALL)
+    sub = ledger.say([7, 1], [70], role=Role.SUB_AGENT, break_reason=BreakReason.NEW_THREAD)
+    ledger.say([7, 1, 70, 3], [71], after=sub, role=Role.SUB_AGENT)
+    b = ledger.say([1, 2, 3], [4], after=a)
+    ledger.say([1, 2, 3, 4, 99], [50, 51], after=b, role=Role.COMPACTION)
+    ledger.say([1, 50, 51, 5], [6], break_reason=BreakReason.COMPACTION)
+    main, sub_agent, compacted = merged(ledger)
+    assert [trained(trace) for trace in (main, sub_agent, compacted)] == [[2, 4, 50, 51], [70, 71], [6]]
+    assert [trace.role for trace in (main, sub_agent, compacted)] == [Role.MAIN, Role.SUB_AGENT, Role.MAIN]
+    assert [trace.metadata.get("break_reason") for trace in (main, sub_agent, compacted)] == [
+        "first_call",
+        "new_thread",
+        "compaction",
+    ]
+    told = merged_counts(ledger)
+    assert (told["breaks_compaction"], told["breaks_new_thread"], told["trained_tokens"]) == (1, 1, 7)
+
+
+def test_case_32_a_turn_cut_by_the_client_is_no_ghost_in_the_trace_that_goes_on_without_it() -> None:
+    ledger = Ledger()
+    a = ledger.say([1], [2])
+    ledger.say([1, 2, 3], [4, 5, 6], after=a, delivered=False)
+    ledger.say([1, 2, 3, 7], [8], after=a)
+    (only,) = merged(ledger)
+    assert (tokens(only), trained(only)) == ([1, 2, 3, 7, 8], [2, 8])
+    assert merged_counts(ledger)["untrained_undelivered"] == 3
+
+
+def test_a_branch_that_goes_on_keeps_the_trace_also_where_another_sampled_more() -> None:
+    ledger = Ledger()
+    a = ledger.say([1], [2])
+    ledger.say([1, 2, 9], [8] * 50, after=a)
+    b = ledger.say([1, 2, 3], [4], after=a)
+    ledger.say([1, 2, 3, 4, 5], [6], after=b)
+    main, side = merged(ledger)
+    assert (trained(main), trained(side)) == ([2, 4, 6], [8] * 50)
+    assert side.metadata["parent"] == "c0"
+
+
 def test_a_break_starts_a_new_trace_and_drops_nothing() -> None:
     ledger = Ledger()
     a = ledger.say([1], [2])
@@ -190,6 +253,52 @@ def test_a_parent_whose_tokens_do_not_begin_the_prompt_is_not_believed() -> None
     assert [tokens(trace) for trace in merged(ledger)] == [[1, 2], [1, 3, 4, 5]]
 
 
+@pytest.mark.parametrize("delivered_first", [True, False])
+def test_of_two_equal_answers_the_one_that_arrived_is_the_one_extended(delivered_first: bool) -> None:
+    ledger = Ledger(parents=False)
+    ledger.say([1], [2], delivered=delivered_first)
+    ledger.say([1], [2], delivered=not delivered_first)
+    ledger.say([1, 2, 3], [4])
+    (only,) = merged(ledger)
+    assert only.completion_ids == ("c0" if delivered_first else "c1", "c2")
+    assert merged_counts(ledger)["untrained_superseded"] == 1
+
+
+def test_without_parents_the_longest_prefix_is_continued_not_the_first() -> None:
+    ledger = Ledger(parents=False)
+    ledger.say([1], [2])
+    ledger.say([1, 2, 3], [4])
+    ledger.say([1, 2, 3, 4, 5], [6])
+    ledger.say([1, 2, 9], [7])
+    main, branch = merged(ledger)
+    assert (trained(main), trained(branch)) == ([2, 4, 6], [7])
+
+
+def test_prefixes_are_compared_whole_also_where_lengths_and_last_tokens_agree() -> None:
+    long = [5] * 2000
+    ledger = Ledger(parents=False)
+    ledger.say([1, *long], [2])
+    ledger.say([3, *long], [2])
+    ledger.say([1, *long, 2, 4], [6])
+    assert [trace.completion_ids for trace in merged(ledger)] == [("c0", "c2"), ("c1",)]
+
+
+def test_completions_that_share_an_id_are_refused() -> None:
+    ledger = Ledger()
+    ledger.say([1], [2])
+    ledger.say([1, 2], [3], after="c0")
+    session = replace(ledger.sealed(), completions=(ledger.completions[0],) * 2)
+    with pytest.raises(MergeError, match="share an id"):
+        PrefixMerging().build(session)
+
+
+def test_a_told_parent_that_the_tokens_refute_is_counted() -> None:
+    ledger = Ledger()
+    a = ledger.say([1], [2])
+    ledger.say([1, 3, 4], [5], after=a)
+    assert merged_counts(ledger)["refuted_parents"] == 1
+
+
 def test_a_trace_over_the_limit_is_cut_at_a_completions_end_and_the_rest_is_counted() -> None:
     ledger = Ledger()
     a = ledger.say([1], [2])
@@ -202,12 +311,115 @@ def test_a_trace_over_the_limit_is_cut_at_a_completions_end_and_the_rest_is_coun
         PrefixMerging(max_trace_tokens=1)
 
 
+def test_the_limit_cuts_each_branch_for_itself_and_the_trace_says_so() -> None:
+    ledger = Ledger()
+    a = ledger.say([1], [2])
+    ledger.say([1, 2, 3], [4, 5, 6], after=a)
+    ledger.say([1, 2, 9], [8], after=a)
+    (only,) = merged(ledger, max_trace_tokens=4)
+    assert (tokens(only), trained(only)) == ([1, 2, 9, 8], [2, 8])
+    ledger = Ledger()
+    a = ledger.say([1], [2])
+    ledger.say([1, 2, 3], [4, 5, 6], after=a)
+    assert merged(ledger, max_trace_tokens=4)[0].metadata["clipped_tokens"] == 3
+
+
+def test_an_answer_to_an_empty_prompt_is_counted_and_the_chain_starts_after_it() -> None:
+    ledger = Ledger()
+    a = ledger.say([], [1, 2])
+    ledger.say([1, 2, 3], [4], after=a)
+    (only,) = merged(ledger)
+    assert (only.prompt_ids.tolist(), trained(only)) == ([1, 2, 3], [4])
+    assert merged_counts(ledger)["untrained_no_prompt"] == 2
+
+
+def test_side_calls_are_dropped_by_default_and_split_no_chain() -> None:
+    def calls() -> Ledger:
+        ledger = Ledger()
+        a = ledger.say([1], [2])
+        ledger.say([5], [6, 7], role=Role.SIDE)
+        ledger.say([1, 2, 3], [4], after=a)
+        return ledger
+
+    (only,) = merged(calls())
+    assert trained(only) == [2, 4]
+    assert merged_counts(calls())["untrained_side"] == 2
+    assert len(merged(calls(), roles={"side": "train"})) == 2
+    (side,) = merged(calls(), roles={"side": "train", "main": "drop"})
+    assert (trained(side), side.role) == ([6, 7], Role.SIDE)
+
+
+def test_a_side_call_within_a_chain_is_context() -> None:
+    ledger = Ledger()
+    a = ledger.say([1], [2])
+    b = ledger.say([1, 2, 3], [4], after=a, role=Role.SIDE)
+    ledger.say([1, 2, 3, 4, 5], [6], after=b)
+    (only,) = merged(ledger)
+    assert (tokens(only), trained(only)) == ([1, 2, 3, 4, 5, 6], [2, 6])
+
+
+def test_an_answer_that_the_harness_got_and_asked_for_again_is_dropped_unless_told() -> None:
+    def calls(at: float) -> Ledger:
+        ledger = Ledger()
+        ledger.say([1], [2, 3], at=0)
+        again = ledger.say([1], [4], at=at)
+        ledger.say([1, 4, 5], [6], after=again, at=at + 2)
+        return ledger
+
+    (only,) = merged(calls(at=1.5))
+    assert trained(only) == [4, 6]
+    assert merged_counts(calls(at=1.5))["untrained_discarded"] == 2
+    assert [trained(trace) for trace in merged(calls(at=1.5), discarded="train")] == [[2, 3], [4, 6]]
+    parallel = merged(calls(at=0.5))  # asked before the first answer was there: two agents, not one that asks again
+    assert [trained(trace) for trace in parallel] == [[2, 3], [4, 6]]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"roles": {"helper": "train"}}, "unknown role 'helper': use one of main, sub_agent, side, compaction"),
+        ({"roles": {"side": "maybe"}}, 'config.roles.side must be "train" or "drop"'),
+        ({"discarded": "keep"}, 'config.discarded must be "train" or "drop"'),
+    ],
+)
+def test_a_builder_refuses_a_setting_that_it_does_not_know(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PrefixMerging(**config)
+
+
+def test_of_two_lost_answers_the_later_one_is_undelivered_and_the_earlier_superseded() -> None:
+    ledger = Ledger()
+    ledger.say([1], [2], delivered=False)
+    ledger.say([1], [3, 4], delivered=False)
+    told = merged_counts(ledger)
+    assert (told["untrained_superseded"], told["untrained_undelivered"], told["delivered_tokens"]) == (1, 2, 0)
+
+
+def test_the_sessions_own_counts_are_kept() -> None:
+    ledger = Ledger()
+    ledger.say([1], [2])
+    session = replace(ledger.sealed(), counts={"ignored_fields": 3, "traces": 99})
+    told = counts(session, PrefixMerging().build(session))
+    assert (told["ignored_fields"], told["traces"]) == (3, 1)
+
+
 def test_weight_versions_survive_merging() -> None:
     ledger = Ledger()
     a = ledger.say([1], [2, 3], version="7")
     ledger.say([1, 2, 3, 4], [5], after=a, version="8")
     (only,) = merged(ledger)
     assert only.versions == (VersionSpan("7", 2), VersionSpan("", 1), VersionSpan("8", 1))
+
+
+def test_versions_that_differ_are_flagged_and_tokens_that_were_not_sampled_have_none() -> None:
+    ledger = Ledger()
+    a = ledger.say([1], [2, 3])
+    b = ledger.say([1, 2, 3, 4], [5], after=a, version="8")
+    ledger.say([1, 2, 3, 4, 5], [6], after=b, version="9")
+    (only,) = merged(ledger)
+    assert only.versions == (VersionSpan("", 3), VersionSpan("8", 1), VersionSpan("9", 1))
+    assert only.metadata["mixed_versions"] is True
+    assert merged_counts(ledger)["mixed_version_traces"] == 1
 
 
 def test_per_request_gives_one_trace_a_call() -> None:
@@ -220,94 +432,52 @@ def test_per_request_gives_one_trace_a_call() -> None:
     assert [tokens(trace) for trace in traces] == [[1, 2], [1, 2, 3, 4]]
 
 
-def test_the_json_has_the_papers_shape_and_the_text_marks_what_is_trained() -> None:
+def test_the_json_has_the_papers_shape() -> None:
     ledger = Ledger()
-    ledger.say([1], [2, 3])
+    call = ToolCall("bash", '{"command": "ls"}', "call_1")
+    a = ledger.say(
+        [1], [2, 3], version="7", reply=Message("assistant", "Look.", "hm", (call,)),
+        request=ChatRequest((Message("user", "hi"),), (Tool("bash", "Run", {"type": "object"}),)),
+    )  # fmt: skip
+    messages = (Message("user", "hi"), Message("assistant"), Message("tool", "a.py", tool_call_id="call_1"))
+    ledger.say([1, 2, 3, 4], [5], after=a, reply=Message("assistant", "Done."), request=ChatRequest(messages))
     (only,) = merged(ledger)
-    told = trace_json(only)
-    assert set(told) == {
-        "prompt_ids", "response_ids", "loss_mask", "prompt_messages", "response_messages", "tools", "finish_reason",
-        "response_logprobs", "reward", "metadata",
+    function = {"name": "bash", "arguments": '{"command": "ls"}'}
+    assert json.loads(json.dumps(trace_json(replace(only, reward=0.5)))) == {
+        "prompt_ids": [1],
+        "response_ids": [2, 3, 4, 5],
+        "loss_mask": [1, 1, 0, 1],
+        "prompt_messages": [{"role": "user", "content": "hi"}],
+        "response_messages": [
+            {
+                "role": "assistant", "content": "Look.", "reasoning_content": "hm",
+                "tool_calls": [{"id": "call_1", "type": "function", "function": function}],
+            },
+            {"role": "tool", "content": "a.py", "tool_call_id": "call_1"},
+            {"role": "assistant", "content": "Done."},
+        ],
+        "tools": [
+            {"type": "function", "function": {"name": "bash", "description": "Run", "parameters": {"type": "object"}}}
+        ],
+        "finish_reason": "stop",
+        "response_logprobs": [-0.125, -0.25, 0.0, -0.125],
+        "reward": 0.5,
+        "metadata": {
+            "role": "main", "completion_ids": ["c0", "c1"], "weight_versions": [["7", 2], ["", 2]],
+        },
     }  # fmt: skip
-    assert told["loss_mask"] == [1, 1]
-    assert trace_text(only, lambda ids: "".join(map(str, ids))) == "1⟦23⟧"
 
 
-def corrupt(change: Callable[[Trace], Trace]) -> tuple[tuple[Trace, ...], CompletionSession]:
+def test_a_trace_that_ends_in_a_call_finishes_for_it() -> None:
     ledger = Ledger()
-    a = ledger.say([1], [2, 3], version="7")
-    ledger.say([1, 2, 3, 4], [5, 6], after=a, version="8")
-    session = ledger.sealed()
-    (only,) = PrefixMerging().build(session)
-    return (change(only),), session
+    ledger.say([1], [2], reply=Message("assistant", tool_calls=(ToolCall("bash", "{}"),)))
+    assert trace_json(merged(ledger)[0])["finish_reason"] == "tool_calls"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t: replace(t, loss_mask=mask([1, 1, 1, 1, 1])), "loss mask at response token 2"),
-        (lambda t: replace(t, loss_mask=mask([1, 1, 0, 1, 0])), "loss mask at response token 4"),
-        (lambda t: replace(t, response_logprobs=log_probs(np.roll(t.response_logprobs, 1))), "log-probability"),
-        (lambda t: replace(t, response_ids=token_ids([2, 3, 4, 5, 9])), "tokens differ at position 5"),
-        (lambda t: replace(t, prompt_ids=token_ids([9])), "tokens differ at position 0"),
-        (lambda t: replace(t, completion_ids=("c1",)), "loss mask"),
-        (lambda t: replace(t, completion_ids=("c0", "c9")), "does not have"),
-        (lambda t: replace(t, versions=(VersionSpan("8", 5),)), "weight versions"),
-        (lambda t: replace(t, versions=(VersionSpan("7", 2),)), "are '7'x2, but '7'x2 ''x1 '8'x2 is right"),
-    ],
-)
-def test_check_finds_every_corruption(change: Callable[[Trace], Trace], message: str) -> None:
-    traces, session = corrupt(change)
-    with pytest.raises(MergeError, match=message):
-        check(traces, session)
-
-
-def test_check_finds_what_is_trained_twice_or_never() -> None:
-    traces, session = corrupt(lambda trace: trace)
-    with pytest.raises(MergeError, match="trained in 2 traces"):
-        check((*traces, *traces), session)
-    with pytest.raises(MergeError, match="is in no trace"):
-        check((), session)
-
-
-@st.composite
-def forests(draw: st.DrawFn) -> Ledger:
-    """Random sessions: each call starts anew, extends any earlier call, or repeats its prompt; some are lost."""
-    ledger = Ledger(draw(st.booleans()))
-    token = st.integers(0, 3)  # few, so that prefixes meet by accident too
-    for _ in range(draw(st.integers(1, 12))):
-        earlier = draw(st.none() | st.integers(0, len(ledger.completions) - 1)) if ledger.completions else None
-        output = draw(st.lists(token, max_size=4))
-        delivered = draw(st.booleans())
-        if earlier is None:
-            ledger.say(draw(st.lists(token, min_size=1, max_size=3)), output, delivered=delivered)
-            continue
-        parent = ledger.completions[earlier]
-        if draw(st.booleans()):
-            prompt = [*parent.prompt_ids.tolist(), *parent.generation.output_ids.tolist()]
-            prompt += draw(st.lists(token, max_size=3))
-            ledger.say(prompt, output, after=parent.id, delivered=delivered)
-        else:
-            ledger.say(parent.prompt_ids.tolist(), output, after=parent.parent, delivered=delivered)
-    return ledger
-
-
-@given(forests())
-def test_any_session_is_merged_exactly(ledger: Ledger) -> None:
-    session = ledger.sealed()
-    traces = merged(ledger)
-    by_id = {completion.id: completion for completion in session.completions}
-    for trace in traces:
-        sequence = tokens(trace)
-        expected = [False] * len(sequence)
-        for name in trace.completion_ids:
-            completion = by_id[name]
-            begin, end = len(completion.prompt_ids), completion.length
-            assert sequence[:end] == [*completion.prompt_ids.tolist(), *completion.generation.output_ids.tolist()]
-            expected[begin:end] = [True] * (end - begin)
-        assert trace.loss_mask.tolist() == expected[len(trace.prompt_ids) :]
-    names = [name for trace in traces for name in trace.completion_ids]
-    assert len(names) == len(set(names))
-    for completion in session.completions:
-        if session.delivered(completion) and len(completion.generation.output_ids):
-            assert completion.id in names
+def test_the_text_marks_what_is_trained() -> None:
+    ledger = Ledger()
+    a = ledger.say([1], [2, 3])
+    ledger.say([1, 2, 3, 4], [5], after=a)
+    (only,) = merged(ledger)
+    assert trace_text(only, lambda ids: "".join(map(str, ids))) == "1⟦23⟧4⟦5⟧"
+    assert trace_text(only, lambda ids: "".join(map(str, ids)), ("<", ">")) == "1<23>4<5>"
