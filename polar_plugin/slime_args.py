@@ -115,8 +115,8 @@ def rollout_config(args: SlimeArgs, *, dataset: Any = None) -> RolloutConfig:
     sections = {
         key: dict(cast("Mapping[str, Any]", given.get(key) or {})) for key in ("engine", "renderer", "sampling")
     }
-    if sections["engine"].get("kind", "sglang") == "sglang":
-        sections["engine"].setdefault("url", _router(args))
+    if sections["engine"].get("kind", "sglang") == "sglang" and not sections["engine"].get("url"):
+        sections["engine"]["url"] = _router(args)
     context = args.rollout_max_context_len if dataset is None else args.eval_max_context_len
     for section, key, value in (("engine", "context_length", context), ("renderer", "tokenizer", args.hf_checkpoint)):
         if value is not None:

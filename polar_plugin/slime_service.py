@@ -13,10 +13,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Protocol, Self
 
+from anyio import CancelScope
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from .config import RolloutConfig
-from .errors import ConfigError
+from .errors import ConfigError, PolarError
 from .records import Attempt, Trajectory
 
 
@@ -85,8 +86,7 @@ def run(config: RolloutConfig, attempts: Sequence[Attempt], on_done: Callable[[T
     `on_done` is called in the service's thread.
     """
     with _lock:
-        resident = _started(config)
-        return _wait(resident, attempts, on_done)
+        return _Batch(_started(config)).run(attempts, on_done)
 
 
 def totals() -> dict[str, int]:
@@ -120,22 +120,35 @@ def _started(config: RolloutConfig) -> _Resident:
     return _resident
 
 
-def _wait(resident: _Resident, attempts: Sequence[Attempt], on_done: Callable[[Trajectory], None]) -> list[Trajectory]:
-    ended = threading.Event()
+class _Batch:
+    """One call of the service, which the calling thread can end at any moment of it."""
 
-    async def job() -> list[Trajectory]:
+    def __init__(self, resident: _Resident) -> None:
+        self._resident = resident
+        self._scope: CancelScope | None = None
+        self._ended = threading.Event()
+
+    def run(self, attempts: Sequence[Attempt], on_done: Callable[[Trajectory], None]) -> list[Trajectory]:
         try:
-            return await resident.service.run(attempts, on_done=on_done)
-        finally:
-            ended.set()
+            return self._resident.portal.call(self._job, attempts, on_done)
+        except BaseException:  # an interrupt reaches this thread alone: the attempts must end before it goes on
+            self._resident.portal.call(self._cancel)
+            if self._scope:
+                self._ended.wait(2 * self._resident.config.budgets.cleanup)
+            raise
 
-    future = resident.portal.start_task_soon(job)
-    try:
-        return future.result()
-    except BaseException:  # an interrupt reaches this thread, not the loop's: the attempts must end first
-        future.cancel()
-        ended.wait(2 * resident.config.budgets.cleanup)
-        raise
+    async def _job(self, attempts: Sequence[Attempt], on_done: Callable[[Trajectory], None]) -> list[Trajectory]:
+        with CancelScope() as self._scope:
+            try:
+                return await self._resident.service.run(attempts, on_done=on_done)
+            finally:
+                self._ended.set()
+        raise PolarError("the rollout was cancelled")
+
+    def _cancel(self) -> None:
+        """Runs in the loop after `_job` has begun, if that was submitted at all."""
+        if self._scope:
+            self._scope.cancel()
 
 
 atexit.register(close)
