@@ -21,6 +21,7 @@ KEEP_ALIVE = 3.0
 """Seconds an idle socket stays pooled: less than the 5 s after which SGLang and vLLM (uvicorn) close theirs."""
 CONTROL_SECONDS = 2.0
 """How long an abort may take; the caller waits for it while it is being cancelled."""
+_GET_SECONDS = 30.0  # SGLang's /health takes up to 20
 _STALE_SECONDS = 1.0
 _BUSY = frozenset({429, 503})
 _CONTROL_CONNECTIONS = 16
@@ -85,7 +86,9 @@ class Upstream:
         connect_timeout: float,
         retries: int,
         keep_alive: float = KEEP_ALIVE,
+        hints: Mapping[int, str] | None = None,
     ) -> None:
+        """`hints`: by status of a refused call, what to change."""
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"engine.url: {url!r} is no address: write it as in 'http://host:30000'")
         self.url = url.rstrip("/")
@@ -94,6 +97,7 @@ class Upstream:
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout)
         self._retries = retries
         self._keep_alive = keep_alive
+        self._hints = hints or {}
         self._calls: aiohttp.ClientSession | None = None
         self._control: aiohttp.ClientSession | None = None
 
@@ -138,7 +142,7 @@ class Upstream:
                 asked = 0.0
             else:
                 if answer.status not in _BUSY:
-                    return _accepted(answer)
+                    return self._accepted(answer)
                 asked = answer.retry_after
                 words = f"{answer.url} is busy ({answer.status}): {answer.message}"
                 trouble = EngineBusy(words, retry_after=max(1.0, asked))
@@ -174,17 +178,25 @@ class Upstream:
                 " may have restarted; its log says why"
             ) from error
 
-    async def get(self, path: str, *, base: str | None = None) -> Answer | None:
-        """The answer to a GET, whatever its status; None where the address has no such route (404, 405).
+    def _accepted(self, answer: Answer) -> Answer:
+        if answer.status == 200:
+            return answer
+        blame = "refused the call" if answer.status < 500 else "failed"
+        hint = f" ({self._hints[answer.status]})" if answer.status in self._hints else ""
+        raise EngineError(f"{answer.url} {blame} ({answer.status}): {answer.message}{hint}")
+
+    async def get(self, base: str, path: str) -> Answer | None:
+        """The answer to a GET, whatever its status; None where `base` has no such route (404, 405).
 
         Raises EngineError where nobody answers.
         """
-        url = (base or self.url) + path
+        url = base + path
         try:
-            async with _open(self._control).get(url) as response:
-                return None if response.status in (404, 405) else await _read(response)
-        except aiohttp.ClientError as error:
-            raise EngineError(f"no engine can be reached at {url} ({error}): start it, or mend engine.url") from error
+            with anyio.fail_after(_GET_SECONDS):
+                async with _open(self._control).get(url) as response:
+                    return None if response.status in (404, 405) else await _read(response)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise EngineError(f"no engine can be reached at {url} ({error!r}): start it, or mend engine.url") from error
 
     async def tell(self, base: str, path: str, payload: Mapping[str, Any]) -> bool:
         """POST a control message once; False where the address has no such route. A failure is logged, not raised."""
@@ -228,13 +240,6 @@ async def _read(response: aiohttp.ClientResponse) -> Answer:
     except ValueError:  # a date
         retry_after = 0.0
     return Answer(str(response.url), response.status, await response.read(), retry_after)
-
-
-def _accepted(answer: Answer) -> Answer:
-    if answer.status == 200:
-        return answer
-    blame = "refused the call" if answer.status < 500 else "failed"
-    raise EngineError(f"{answer.url} {blame} ({answer.status}): {answer.message}")
 
 
 def _pauses(retries: int) -> Iterator[float]:

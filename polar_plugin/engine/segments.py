@@ -34,31 +34,40 @@ Call = Callable[[TokenIds, int, int], Awaitable[Segment]]
 
 def segment(
     output_ids: Sequence[int],
-    logprobs: Sequence[float],
+    scored: Sequence[tuple[float, int]],
     versions: tuple[VersionSpan, ...],
     finish: FinishReason | None,
     stop: str | None = None,
 ) -> Segment:
-    """A checked Segment. Raises EngineError where the engine's lists do not belong together.
+    """A checked Segment out of the engine's two lists: the ids it sampled, and (log-probability, id) of each.
 
-    A trace built from lists that are off by one trains every token on its neighbour's probability, and nothing shows.
+    Raises EngineError where they do not belong together: a trace built from lists that are off by one trains every
+    token on its neighbour's probability, and nothing shows.
     """
-    if len(output_ids) != len(logprobs):
+    if len(output_ids) != len(scored):
         raise EngineError(
-            f"the engine returned {len(output_ids)} output ids but {len(logprobs)} log-probabilities:"
+            f"the engine returned {len(output_ids)} output ids but {len(scored)} log-probabilities:"
             " one side lost or trimmed a token, so neither can be trusted"
         )
+    for position, (sampled, (_, own)) in enumerate(zip(output_ids, scored, strict=True)):
+        if sampled != own:
+            raise EngineError(f"the engine's ids and log-probabilities disagree at {position}: {sampled} against {own}")
+    ids, probabilities = _arrays(output_ids, [logprob for logprob, _ in scored])
+    told = sum(span.count for span in versions)
+    if versions and told != len(ids):
+        raise EngineError(f"the engine's weight-version spans cover {told} tokens of {len(ids)}")
+    return Segment(ids, probabilities, versions, finish, stop)
+
+
+def _arrays(output_ids: Sequence[int], logprobs: Sequence[float]) -> tuple[TokenIds, LogProbs]:
     try:
-        ids, probabilities = token_ids(np.asarray(output_ids, np.int64)), log_probs(list(logprobs))
+        ids, probabilities = token_ids(np.array(output_ids or (), np.int64)), log_probs(logprobs)
     except (TypeError, ValueError, OverflowError) as error:
         raise EngineError(f"the engine returned ids or log-probabilities that are no numbers: {error}") from error
     if not np.isfinite(probabilities).all():
         position = int(np.flatnonzero(~np.isfinite(probabilities))[0])
         raise EngineError(f"the engine returned no finite log-probability for output token {position}")
-    told = sum(span.count for span in versions)
-    if versions and told != len(ids):
-        raise EngineError(f"the engine's weight-version spans cover {told} tokens of {len(ids)}")
-    return Segment(ids, probabilities, versions, finish, stop)
+    return ids, probabilities
 
 
 async def sample_to_end(

@@ -5,6 +5,7 @@ Written against SGLang 0.5.23 (`managers/io_struct.py: GenerateReqInput`, `entry
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -16,6 +17,8 @@ from .base import EngineInfo
 from .http import KEEP_ALIVE, Upstream
 from .limits import Limits
 from .segments import Segment, sample_to_end, segment
+
+_log = logging.getLogger(__name__)
 
 _WORKERS_SECONDS = 30.0  # how long a router's list of workers is believed
 _STRIPPED = (
@@ -128,26 +131,28 @@ class SGLangEngine:
                 group.start_soon(self._upstream.tell, worker, "/abort_request", {"rid": rid})
 
     async def _list_workers(self) -> tuple[str, ...]:
-        answer = await self._upstream.get("/workers")
+        answer = await self._upstream.get(self._upstream.url, "/workers")
         if answer is None:
             return ()
         return tuple(_worker_url(worker["url"]) for worker in answer.json().get("workers", ()))
 
     async def probe(self) -> EngineInfo:
         """See `Engine.probe`. What it finds out also bounds later calls, where the constructor was told nothing."""
-        health = await self._upstream.get("/health")
+        url = self._upstream.url
+        health = await self._upstream.get(url, "/health")
         if health is not None and health.status != 200:
             raise EngineError(f"{health.url} answered {health.status}: the server is still starting, or has failed")
-        model, server = await self._info("model_info"), await self._info("server_info")
-        found = Limits(_context_length(server), model.get("vocab_size"))
-        self._limits = Limits(
-            self._limits.context_length or found.context_length, self._limits.vocab_size or found.vocab_size
-        )
-        if self._limits.context_length is None:
-            raise EngineError(f"{self._upstream.url} does not tell its context: set engine.context_length")
+        model = await self._info(url, "model_info")
+        # A router's own /get_server_info is about the router, so the workers are asked.
+        servers = [await self._info(base, "server_info") for base in await self._list_workers() or (url,)]
+        contexts = [known for known in map(_context_length, servers) if known]
+        context = self._limits.context_length or min(contexts, default=None)
+        if context is None:
+            raise EngineError(f"{url} and its workers do not tell their context: set engine.context_length")
+        self._limits = Limits(context, self._limits.vocab_size or model.get("vocab_size"))
         await self._sample_one()
         name = self._model or model.get("served_model_name") or model.get("model_path") or ""
-        return EngineInfo(name, self._limits.context_length, str(model.get("weight_version") or ""))
+        return EngineInfo(name, context, str(model.get("weight_version") or ""))
 
     async def _sample_one(self) -> None:
         sampling = SamplingParams(max_tokens=1)
@@ -156,13 +161,16 @@ class SGLangEngine:
         if len(one.output_ids) != 1:
             raise EngineError(f"{self._upstream.url} was asked for one token and sampled {len(one.output_ids)}")
 
-    async def _info(self, name: str) -> JSONObject:
-        """What the server says of itself: at `url`, else at the first worker behind it."""
-        for base in (self._upstream.url, *(await self._list_workers())[:1]):
-            for path in (f"/{name}", f"/get_{name}"):
-                answer = await self._upstream.get(path, base=base)
-                if answer is not None and answer.status == 200:
-                    return answer.json()
+    async def _info(self, base: str, name: str) -> JSONObject:
+        """What `base` says of itself, by either of the route's two names; empty where it says nothing."""
+        for path in (f"/{name}", f"/get_{name}"):
+            try:
+                answer = await self._upstream.get(base, path)
+            except EngineError as error:  # a worker that only its router can reach
+                _log.warning("%s", error)
+                return {}
+            if answer is not None and answer.status == 200:
+                return answer.json()
         return {}
 
 
@@ -202,13 +210,7 @@ def _read(ids: Any, meta: JSONObject, prompt_tokens: int) -> Segment:
 
 def _segment(ids: list[int], pairs: list[tuple[float, int]], meta: JSONObject) -> Segment:
     finish, stop = _finish(meta["finish_reason"])
-    checked = segment(ids, [logprob for logprob, _ in pairs], _versions(meta, len(ids)), finish, stop)
-    for position, (sampled, (_, scored)) in enumerate(zip(ids, pairs, strict=True)):
-        if sampled != scored:
-            raise EngineError(
-                f"output_ids and output_token_logprobs disagree at {position}: {sampled} against {scored}"
-            )
-    return checked
+    return segment(ids, pairs, _versions(meta, len(ids)), finish, stop)
 
 
 def _check_prompt(meta: JSONObject, sent: int) -> None:
@@ -239,9 +241,8 @@ def _versions(meta: JSONObject, count: int) -> tuple[VersionSpan, ...]:
 
 def _context_length(server: JSONObject) -> int | None:
     """Of a request that is served whole: SGLang keeps a few tokens back, and its KV pool may be the smaller bound."""
-    # `max_req_input_len` (tp_worker.py) is the longest prompt it takes; one token must be left to sample.
-    longest = server.get("max_req_input_len")
-    known = [bound for bound in (server.get("context_length"), longest and longest + 1) if bound]
+    # It refuses a prompt of `max_req_input_len` tokens (tp_worker.py) and takes one less.
+    known = [bound for bound in (server.get("context_length"), server.get("max_req_input_len")) if bound]
     return min(known) if known else None
 
 

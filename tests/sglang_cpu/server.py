@@ -6,6 +6,7 @@ Needs `tests/sglang_cpu/install.sh` once. Boots in about half a minute and serve
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -91,7 +92,14 @@ def serving(command: list[str], port: int, log: Path, *, ready: str, env: Mappin
     """Start `command` in a process group of its own, wait until `ready` answers, and end the group on leaving."""
     url, started = f"http://127.0.0.1:{port}", time.monotonic()
     with log.open("wb") as sink:
-        process = subprocess.Popen(command, stdout=sink, stderr=sink, env={**os.environ, **env}, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            stdout=sink,
+            stderr=sink,
+            env={**os.environ, **env},
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
         try:
             _await(f"{url}{ready}", process, log)
             yield Served(url, time.monotonic() - started, log)
@@ -99,6 +107,11 @@ def serving(command: list[str], port: int, log: Path, *, ready: str, env: Mappin
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait(30)
+
+
+def _die_with_parent() -> None:
+    """A killed test run leaves no server behind (Linux)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _await(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
@@ -149,15 +162,15 @@ def router(workers: list[str], log: Path) -> Iterator[Served]:
         yield served
 
 
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="session", name="tiny_model")
+def tiny_model_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tiny-model")
     write_tiny_model(directory)
     return directory
 
 
-@pytest.fixture(scope="session")
-def real_sglang(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+@pytest.fixture(scope="session", name="real_sglang")
+def real_sglang_fixture(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """One server of float32 weights for the whole run."""
     log = tmp_path_factory.mktemp("sglang") / "server.log"
     with sglang(tiny_model, log, "--dtype", "float32") as served:
