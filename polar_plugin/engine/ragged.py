@@ -140,12 +140,15 @@ AttentionInterface.register(ATTENTION, _attend)
 def adopt(model: PreTrainedModel) -> None:
     """Make `model` compute attention by rows. Raises EngineError where its architecture does not allow it."""
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    model.set_attn_implementation(ATTENTION)
-    if getattr(model.config, "_attn_implementation", None) != ATTENTION or kinds - {
-        "full_attention",
-        "sliding_attention",
-    }:
-        model.set_attn_implementation(_STOCK)
+    before: Any = getattr(model.config, "_attn_implementation", None)
+    try:
+        model.set_attn_implementation(ATTENTION)
+        fits = getattr(model.config, "_attn_implementation", None) == ATTENTION
+    except ValueError:
+        fits = False
+    if not fits or kinds - {"full_attention", "sliding_attention"}:
+        if fits:
+            model.set_attn_implementation(before)
         raise EngineError(
             f"the embedded engine runs causal LMs of plain or sliding-window attention, not {type(model).__name__}"
             f" (layers: {', '.join(sorted(kinds)) or 'unknown'}); serve it with SGLang or vLLM"

@@ -197,6 +197,10 @@ class Scheduler:
             self._finish(sequence, sequence.result(FinishReason.LENGTH, aborted=True))
         return len(aborted)
 
+    def progress(self) -> dict[str, int]:
+        """How many tokens each request has, by id."""
+        return {s.request.id: len(s.logprobs) for s in [*self._running, *self._waiting]}
+
     def pause(self, mode: PauseMode) -> None:
         """Sample nothing until `resume`: end what runs ("abort"), recompute it then ("retract"), or keep it."""
         self.paused = True

@@ -1,4 +1,4 @@
-"""An engine for tests: replies from a script, tokenised, with made-up log-probabilities that are the same every time."""
+"""An engine for tests: replies from a script, tokenised, with made-up but reproducible log-probabilities."""
 
 from __future__ import annotations
 

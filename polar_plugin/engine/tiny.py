@@ -4,13 +4,14 @@ Its vocabulary has merges, so that sampled ids are seldom what re-tokenising the
 wide, so that a token in a wrong context shows in the log-probabilities.
 """
 
-# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -24,7 +25,7 @@ CONTEXT_LENGTH = 32768
 _MERGED_VOCAB = 500
 
 CHAT_TEMPLATE = Path(__file__).with_name("chatml_tools.jinja").read_text("utf-8")
-"""ChatML with tools, reasoning kept, in the manner of the Qwen models: append-only, so that every turn can be extended."""
+"""ChatML with tools and reasoning, as the Qwen models write it, but append-only: every turn can be extended."""
 
 _TEXT = """\
 The agent reads the file, runs the tests and writes a patch; the tests pass and the task is done.
@@ -43,7 +44,10 @@ def build_tiny(directory: Path) -> None:
     tokenizer = _tokenizer()
     tokenizer.save_pretrained(directory)
     model = _model(len(tokenizer))
-    model.save_pretrained(directory)
+    model.config.save_pretrained(directory)
+    GenerationConfig(eos_token_id=model.config.eos_token_id).save_pretrained(directory)
+    state = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}  # it is tied
+    save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
@@ -80,9 +84,9 @@ def _model(vocab_size: int) -> Qwen3ForCausalLM:
         eos_token_id=end,
         pad_token_id=end - 2,
         bos_token_id=None,
+        architectures=["Qwen3ForCausalLM"],
+        dtype="float32",
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=end - 2)
-    return model
+        return Qwen3ForCausalLM(config)

@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from ..errors import EngineError
 from ..records import Generation, LogProbs, SamplingParams, TokenIds, VersionSpan, log_probs, token_ids
@@ -130,7 +132,9 @@ class TransformersEngine:
         Raises EngineError where they differ: such an architecture must not be trained on through this engine.
         """
         prompt = token_ids(np.arange(1, 18) * 31 % self.vocab_size)
-        sampled = await self.sample(prompt, SamplingParams(max_tokens=8), request_id="probe", session_id="probe")
+        sampled = await self._submit(
+            prompt, SamplingParams(max_tokens=8), request_id="probe", session_id="probe", stop_ids=(), forced=None
+        )
         output = sampled.generation.output_ids
         scored = (await self.score(np.concatenate([prompt, output])))[len(prompt) - 1 :]
         off = float(np.abs(scored - sampled.generation.logprobs).max())
@@ -154,7 +158,7 @@ class TransformersEngine:
         parts: list[Generation] = []
         while True:
             done = sum(len(part.output_ids) for part in parts)
-            sampled = await self.sample(
+            sampled = await self._submit(
                 np.concatenate([prompt_ids, *(part.output_ids for part in parts)]),
                 _remaining(sampling, done),
                 request_id=f"{request_id}+{done}" if parts else request_id,
@@ -174,9 +178,27 @@ class TransformersEngine:
         request_id: str,
         session_id: str,
         stop_ids: Sequence[int] = (),
-        forced: Sequence[int] | None = None,
     ) -> Sampled:
-        """As `generate`, but an abort is told, not re-issued, and `forced` ids are recorded instead of drawn ones."""
+        """As `generate`, but an abort is told, not re-issued: what a server in front of the engine needs."""
+        return await self._submit(
+            prompt_ids,
+            sampling,
+            request_id=request_id,
+            session_id=session_id,
+            stop_ids=stop_ids,
+            forced=self._scripted(prompt_ids, session_id, stop_ids),
+        )
+
+    async def _submit(
+        self,
+        prompt_ids: TokenIds,
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        session_id: str,
+        stop_ids: Sequence[int],
+        forced: Sequence[int] | None,
+    ) -> Sampled:
         prompt = self._checked(prompt_ids)
         room = self.info.context_length - len(prompt)
         if room < 1 or sampling.max_tokens == 0:
@@ -224,6 +246,10 @@ class TransformersEngine:
     async def abort(self, prefix: str = "") -> int:
         """End the calls whose request id starts with `prefix` (all without one); returns how many."""
         return await self._call(lambda scheduler: scheduler.abort(lambda rid: rid.startswith(prefix)))
+
+    async def progress(self) -> dict[str, int]:
+        """How many tokens each call that runs or waits has sampled so far, by request id."""
+        return await self._call(lambda scheduler: scheduler.progress())
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         """Sample nothing until `resume`. What runs is ended ("abort"), recomputed ("retract") or kept ("in_place")."""
@@ -273,13 +299,17 @@ class TransformersEngine:
     def _work(self, ready: Future[None]) -> None:
         try:
             scheduler = self._open()
+        except EngineError as error:
+            ready.set_exception(error)
         except Exception as error:
-            ready.set_exception(
-                EngineError(f"cannot load {self._source}: {error}") if not isinstance(error, EngineError) else error
+            failure = EngineError(
+                f"cannot load {self._source if isinstance(self._source, str | Path) else 'the model'}: {error}"
             )
-            return
-        ready.set_result(None)
-        _serve(scheduler, self._inbox)
+            failure.__cause__ = error
+            ready.set_exception(failure)
+        else:
+            ready.set_result(None)
+            _serve(scheduler, self._inbox)
 
     def _open(self) -> Scheduler:
         if self._threads is not None:
@@ -287,10 +317,22 @@ class TransformersEngine:
         if isinstance(self._source, PreTrainedModel):
             self._model = self._source
         else:
-            self._model = AutoModelForCausalLM.from_pretrained(self._source, dtype=getattr(torch, self._dtype))
+            with _no_progress_bar():
+                self._model = AutoModelForCausalLM.from_pretrained(self._source, dtype=getattr(torch, self._dtype))
             if self._tokenizer is None:
                 self._tokenizer = AutoTokenizer.from_pretrained(self._source)
         return Scheduler(self._model, tokenizer=self._tokenizer, version=self._version, **self._limits)
+
+
+@contextmanager
+def _no_progress_bar() -> Generator[None]:
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
 
 
 def _serve(scheduler: Scheduler, inbox: queue.SimpleQueue[Command | None]) -> None:
