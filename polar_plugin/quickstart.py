@@ -25,6 +25,7 @@ from .engine.models import resolve_model
 from .engine.transformers import Script, TransformersEngine
 from .errors import ConfigError
 from .merge.traces import spans, trace_json
+from .placeholders import fill
 from .records import Attempt, Trace, Trajectory, token_ids
 from .service import RolloutService
 from .slime_args import SlimeArgs
@@ -122,7 +123,7 @@ def quickstart(options: Options, console: Console) -> Result:
     """Run it and show it. Raises ConfigError for options that cannot be."""
     started = time.monotonic()
     recipe = options.recipe or recipe_directory()
-    rows = load_tasks(recipe)
+    rows = load_tasks(recipe, options.isolation)
     directory = resolve_model(options.model, cache_directory())
     console.print(f"model: {options.model} ({directory.name}); {len(rows)} tasks x {options.attempts} attempts")
     ready = time.monotonic()
@@ -133,7 +134,7 @@ def quickstart(options: Options, console: Console) -> Result:
         kept.append(Observed(config, engine))
         return kept[-1]
 
-    args = slime_arguments(options, directory, recipe, len(rows))
+    args = slime_arguments(options, directory, rows)
     with slime_rollout.use_service(factory):
         output = slime_rollout.generate(args, 0, Prompts(rows, options.attempts))
         rolled = time.monotonic()
@@ -181,46 +182,35 @@ def recipe_directory() -> Path:
     raise ConfigError("the quickstart's tasks are not installed; give their folder by --recipe")
 
 
-def load_tasks(recipe: Path) -> list[dict[str, Any]]:
-    """The task payloads of a recipe, in the order of their folders; `{recipe}` in them is its path."""
-    paths = sorted((recipe / "tasks").glob("*/task.yaml"))
-    rows = [cast("dict[str, Any]", yaml.safe_load(path.read_text())) | {"folder": str(path.parent)} for path in paths]
+def load_tasks(recipe: Path, isolation: str = "bubblewrap") -> list[dict[str, Any]]:
+    """The task payloads of a recipe, in the order of their folders; `{task_dir}` in them is the folder. ConfigError."""
+    rows: list[dict[str, Any]] = []
+    for path in sorted((recipe / "tasks").glob("*/task.yaml")):
+        row = fill(yaml.safe_load(path.read_text()), {"task_dir": str(path.parent)}, path=str(path))
+        row["runtime"] = {**row.get("runtime", {}), "kwargs": {"isolation": isolation}}
+        rows.append(row)
     if not rows:
         raise ConfigError(f"no tasks/*/task.yaml in {recipe}")
+    if uneven := [row["task_id"] for row in rows if set(row) != set(rows[0])]:
+        raise ConfigError(f"tasks of one run need the same keys; {uneven} have others than {rows[0]['task_id']}")
     return rows
 
 
-def slime_arguments(options: Options, directory: Path, recipe: Path, tasks: int) -> SlimeArgs:
-    """What slime would have parsed from its command line and the YAML file."""
-    task: dict[str, Any] = {
-        "task_id": "{sample.metadata.task.task_id}",
-        "instruction": "{sample.metadata.task.instruction}",
-        "timeout_seconds": "{sample.metadata.task.timeout_seconds}",
-        "runtime": {
-            "backend": "local",
-            "image": "{sample.metadata.task.folder}/workspace",
-            "kwargs": {"isolation": options.isolation},
-        },
-        "agent": {
-            "harness": "shell",
-            "command": "exec python3 ~/agent.py",
-            "settings": {"agent_files": str(recipe / "agent.py")},
-        },
-        "evaluator": "{sample.metadata.task.evaluator}",
-    }
+def slime_arguments(options: Options, directory: Path, rows: Sequence[Mapping[str, Any]]) -> SlimeArgs:
+    """What slime would have parsed from its command line and the YAML file: each sample brings its task payload."""
     polar = {
         "engine": {"kind": "transformers", "model": str(directory)},
         "stages": {"init": 4, "ready": 2, "run": 8, "postrun": 4},
         "recording": {"directory": str(options.out / "sessions")},
         "verify": "all",
-        "task": task,
+        "task": {name: f"{{sample.metadata.task.{name}}}" for name in rows[0]},
     }
     return SlimeArgs(
         polar=polar,
         hf_checkpoint=str(directory),
-        rollout_batch_size=tasks,
+        rollout_batch_size=len(rows),
         n_samples_per_prompt=options.attempts,
-        global_batch_size=tasks * options.attempts,
+        global_batch_size=len(rows) * options.attempts,
         rollout_max_response_len=options.max_tokens,
     )
 
@@ -278,15 +268,15 @@ def summary(result: Result) -> dict[str, Any]:
 
 
 _COLUMNS = (
-    "attempt", "task", "status", "calls", "traces", "prompt", "trained", "context", "reward", "advantage",
-    "init", "agent", "grading",
+    "#", "task", "status", "calls", "traces", "prompt", "trained", "context", "reward", "adv.",
+    "init", "agent", "grade",
 )  # fmt: skip
 
 
 def show(result: Result, console: Console, decode: Callable[[Any], str] | None) -> None:
     table = Table(title="one row an attempt; tokens as the trainer gets them, seconds by stage")
     for column in _COLUMNS:
-        table.add_column(column, justify="left" if column in ("task", "status") else "right", no_wrap=True)
+        table.add_column(column, justify="left" if column in ("task", "status") else "right", overflow="fold")
     for trajectory in result.trajectories:
         table.add_row(*_row(trajectory, result.advantages.get(trajectory.attempt.index)))
     console.print(table)
