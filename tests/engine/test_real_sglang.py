@@ -54,7 +54,7 @@ class Server:
     async def until(self, holds: Callable[[dict[str, Any]], bool], seconds: float = 30) -> None:
         """Poll the server's load."""
         with anyio.fail_after(seconds):
-            while not holds(await self.load()):  # noqa: ASYNC110  (the server has no event for it)
+            while not holds(await self.load()):
                 await anyio.sleep(0.02)
 
     async def score(self, ids: TokenIds) -> np.ndarray:

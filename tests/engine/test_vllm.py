@@ -391,9 +391,9 @@ async def test_live_cancelling_a_call_leaves_the_server_idle(live: VLLMEngine) -
     async with anyio.create_task_group() as group:
         group.start_soon(sample, live, 3000)
         with anyio.fail_after(20):
-            while not await running():  # noqa: ASYNC110  (the server has no event for it)
+            while not await running():
                 await anyio.sleep(0.05)
         group.cancel_scope.cancel()
     with anyio.fail_after(5):
-        while await running():  # noqa: ASYNC110
+        while await running():
             await anyio.sleep(0.05)
