@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from polar_plugin.engine.buffer import TokenBuffer
 from polar_plugin.records import (
     BreakReason,
     ChatRequest,
@@ -18,6 +19,7 @@ from polar_plugin.records import (
     Message,
     Role,
     SamplingParams,
+    TokenIds,
     VersionSpan,
     log_probs,
     token_ids,
@@ -26,11 +28,15 @@ from polar_plugin.records import (
 
 @dataclass
 class Ledger:
-    """`parents=False` leaves the parent out, as recordings of other systems do."""
+    """`parents=False` leaves the parent out, as recordings of other systems do.
+
+    Prompts share a buffer with their parent's wherever the tokens allow it, as those of the engine's turns do.
+    """
 
     parents: bool = True
     completions: list[Completion] = field(default_factory=list[Completion])
     delivery: dict[str, Delivery] = field(default_factory=dict[str, Delivery])
+    buffers: dict[str, TokenBuffer] = field(default_factory=dict[str, TokenBuffer])
 
     def say(
         self,
@@ -55,12 +61,26 @@ class Ledger:
             (VersionSpan(version, len(output)),) if version and output else (),
         )
         completion = Completion(
-            name, request or ChatRequest((), role=role), token_ids(prompt), generation, reply or Message("assistant"),
-            SamplingParams(), at, at + 1, after if self.parents else None, break_reason,
+            name, request or ChatRequest((), role=role), self._shared(list(prompt), after, name, list(output)),
+            generation, reply or Message("assistant"), SamplingParams(), at, at + 1, after if self.parents else None,
+            break_reason,
         )  # fmt: skip
         self.completions.append(completion)
         self.delivery[name] = Delivery.DELIVERED if delivered else Delivery.UNDELIVERED
         return name
+
+    def _shared(self, prompt: list[int], after: str | None, name: str, output: list[int]) -> TokenIds:
+        parent = next((one for one in self.completions if one.id == after), None)
+        before = [*parent.prompt_ids.tolist(), *parent.generation.output_ids.tolist()] if parent else []
+        if parent and prompt[: len(before)] == before:
+            buffer = self.buffers[parent.id].extended(len(before), token_ids(prompt[len(before) :]))
+        elif parent and before[: len(prompt)] == prompt:
+            buffer = self.buffers[parent.id]
+        else:
+            buffer = TokenBuffer(token_ids(prompt))
+        shared = buffer.view(len(prompt))
+        self.buffers[name] = buffer.extended(len(prompt), token_ids(output))
+        return shared
 
     def sealed(self) -> CompletionSession:
         return CompletionSession("s", tuple(self.completions), dict(self.delivery))

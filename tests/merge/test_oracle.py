@@ -21,7 +21,8 @@ from .test_check import CORRUPTIONS
 
 @st.composite
 def forests(draw: st.DrawFn) -> Ledger:
-    """Random sessions: each call starts anew, extends any earlier call, repeats its prompt, or tells a wrong parent."""
+    """Random sessions: each call starts anew, extends any earlier call, repeats its prompt, or tells a parent that it
+    does not extend."""
     ledger = Ledger(draw(st.booleans()))
     token = st.integers(0, 3)  # few, so that prefixes meet by accident too
     for number in range(draw(st.integers(1, 12))):
@@ -29,12 +30,14 @@ def forests(draw: st.DrawFn) -> Ledger:
         output, delivered = draw(st.lists(token, max_size=4)), draw(st.booleans())
         version = draw(st.sampled_from(["", "1", "2"]))
         earlier = draw(st.none() | st.sampled_from(ledger.completions)) if ledger.completions else None
-        kind = draw(st.sampled_from(["extend", "extend", "repeat", "refute"])) if earlier else "anew"
+        kind = draw(st.sampled_from(["extend", "extend", "repeat", "shorten", "refute"])) if earlier else "anew"
         parent = earlier.id if earlier else None
         if earlier and kind == "extend":
             prompt = sequence(earlier) + draw(st.lists(token, max_size=3))
         elif earlier and kind == "repeat":
             prompt, parent = earlier.prompt_ids.tolist(), earlier.parent
+        elif earlier and kind == "shorten":
+            prompt = earlier.prompt_ids.tolist()[:-1]
         else:
             prompt = draw(st.lists(token, min_size=draw(st.integers(0, 1)), max_size=3))
         ledger.say(

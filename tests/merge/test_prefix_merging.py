@@ -292,6 +292,14 @@ def test_completions_that_share_an_id_are_refused() -> None:
         PrefixMerging().build(session)
 
 
+def test_a_prompt_shorter_than_its_told_parents_starts_a_trace_of_its_own() -> None:
+    ledger = Ledger()
+    a = ledger.say([1, 2, 3], [])
+    ledger.say([1, 2], [4], after=a)  # shares the parent's buffer
+    assert [tokens(trace) for trace in merged(ledger)] == [[1, 2, 4]]
+    assert merged_counts(ledger)["refuted_parents"] == 1
+
+
 def test_a_told_parent_that_the_tokens_refute_is_counted() -> None:
     ledger = Ledger()
     a = ledger.say([1], [2])
