@@ -33,11 +33,23 @@ class Mounts:
     read_only: Mapping[str, Path] = field(default_factory=dict[str, Path])
 
 
-def arguments(mounts: Mounts, *, share_network: bool, status_fd: int) -> Iterator[str]:
-    """Everything between `bwrap` and the command. bwrap writes its child's pid as JSON to `status_fd`."""
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The installed bubblewrap."""
+
+    path: str
+    can_disable_userns: bool
+    """From 0.8.0 on: that no user namespace can be made inside."""
+
+
+def arguments(program: Program, mounts: Mounts, *, share_network: bool, status_fd: int) -> Iterator[str]:
+    """Everything before the command. bwrap writes its child's pid as JSON to `status_fd`."""
+    yield program.path
     yield from ("--unshare-all", "--unshare-user", "--uid", str(UID), "--gid", str(UID), "--hostname", "sandbox")
     if share_network:
         yield "--share-net"
+    if program.can_disable_userns:
+        yield "--disable-userns"
     yield from ("--cap-drop", "ALL", "--die-with-parent", "--new-session", "--as-pid-1")
     yield from ("--json-status-fd", str(status_fd))
     yield from _system()
@@ -48,7 +60,8 @@ def arguments(mounts: Mounts, *, share_network: bool, status_fd: int) -> Iterato
         yield from ("--bind", str(host), inside)
     for inside, host in mounts.read_only.items():
         yield from ("--ro-bind", str(host), inside)
-    yield from ("--remount-ro", "/", "--chdir", "/")
+    # A root trainer's sandbox has root's rights on /proc/sys, and bubblewrap alone leaves it writable.
+    yield from ("--remount-ro", "/proc", "--remount-ro", "/", "--chdir", "/")
 
 
 def _system() -> Iterator[str]:

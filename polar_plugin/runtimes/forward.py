@@ -13,6 +13,7 @@ before the command starts. Exit codes are the shell's: 128 + n for signal n, 127
 """
 
 # ruff: noqa: SIM105, PTH123, PTH208 - each import would be paid for at every command
+
 from __future__ import annotations
 
 import json

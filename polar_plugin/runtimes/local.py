@@ -20,9 +20,11 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from subprocess import STDOUT
 from typing import Any, Literal
 
 import anyio
@@ -31,7 +33,7 @@ from ..errors import ConfigError, SandboxError
 from ..records import RuntimeSpec
 from . import bubblewrap, forward
 from .base import ExecResult, ProxyEndpoint
-from .bubblewrap import CONTROL, ETC_STUBS, HOME, Mounts
+from .bubblewrap import CONTROL, ETC_STUBS, HOME, Mounts, Program
 from .supervised import Start, python, run_isolated, run_plain
 from .trees import copy_tree, remove_tree
 
@@ -87,8 +89,10 @@ class LocalRuntime:
         self._options = _options({**spec.kwargs, **options})
         self._isolated = self._options.isolation == "bubblewrap"
         self._shares_network = spec.network == "host" or not self._isolated
+        self._relayed = proxy is not None and spec.network == "proxy_only" and self._isolated
         self._spec, self._proxy, self._labels = spec, proxy, labels
         self._directory: Path | None = None
+        self._bubblewrap: Program | None = None
         self._stopped = False
         self._running: set[_Execution] = set()
         self._numbers = itertools.count()
@@ -103,12 +107,9 @@ class LocalRuntime:
         """Make the attempt's directories, copy `image`, and prove that a command runs. Raises SandboxError."""
         if self._directory is not None or self._stopped:
             raise SandboxError("a sandbox is started once")
-        if self._isolated and shutil.which("bwrap") is None:
-            raise SandboxError(
-                "bubblewrap is not installed: `apt-get install bubblewrap`, or give up isolation with "
-                "`runtime.kwargs.isolation: none`"
-            )
         self._warn()
+        if self._isolated:
+            self._bubblewrap = await _installed_bubblewrap()
         self._directory = _make_directories(self._options.root, self._labels)
         if self._spec.image:
             await copy_tree(Path(self._spec.image), self._host("workspace"))
@@ -214,17 +215,16 @@ class LocalRuntime:
     ) -> ExecResult:
         start = self._start(argv, self._inside(cwd), env or {})
         limit = self._options.output_bytes
-        mounts = mounts or self._mounts(execution)
-
-        def around(status_fd: int) -> Iterator[str]:
-            yield shutil.which("bwrap") or "bwrap"
-            yield from bubblewrap.arguments(mounts, share_network=self._shares_network, status_fd=status_fd)
-
         with execution.scope:
-            if not self._isolated:
+            if self._bubblewrap is None:
                 return await run_plain(start, stdin=stdin, timeout=timeout, limit=limit)
-            supervisor = f"{CONTROL}/forward.py"
-            return await run_isolated(start, around, supervisor, stdin=stdin, timeout=timeout, limit=limit)
+            around = partial(
+                bubblewrap.arguments,
+                self._bubblewrap,
+                mounts or self._mounts(execution),
+                share_network=self._shares_network,
+            )
+            return await run_isolated(start, around, f"{CONTROL}/forward.py", stdin=stdin, timeout=timeout, limit=limit)
         raise SandboxError("the sandbox was stopped while a command ran")
 
     def _start(self, argv: Sequence[str], cwd: str, env: Mapping[str, str]) -> Start:
@@ -234,7 +234,7 @@ class LocalRuntime:
             argv=list(argv),
             env={**self._base_env(), **self._spec.env, **env},
             cwd=cwd,
-            listen=PROXY_PORT if self.proxy_url and not self._shares_network else None,
+            listen=PROXY_PORT if self._relayed else None,
             socket=_SOCKET,
             limits={name: value for name, value in limits.items() if value is not None},
             own_tree=not self._isolated,
@@ -264,7 +264,7 @@ class LocalRuntime:
         shown |= {f"{CONTROL}/forward.py": Path(forward.__file__), f"{CONTROL}/exec": execution.directory}
         if not Path(sys.base_prefix).is_relative_to("/usr"):
             shown[sys.base_prefix] = Path(sys.base_prefix)
-        if self._proxy is not None and self._proxy.unix_socket is not None and not self._shares_network:
+        if self._relayed and self._proxy is not None and self._proxy.unix_socket is not None:
             shown[_SOCKET] = self._proxy.unix_socket
         shown |= dict(_bind(bind) for bind in self._options.ro_binds)
         return Mounts({**own, **(writable or {})}, {**shown, **(read_only or {})})
@@ -300,6 +300,17 @@ def _check(spec: RuntimeSpec, proxy: ProxyEndpoint | None, *, shares_network: bo
         raise ConfigError(f"runtime.image of the local runtime is a directory to copy, and {spec.image!r} is none")
     if spec.network == "proxy_only" and proxy is not None and not shares_network and proxy.unix_socket is None:
         raise ConfigError("runtime.network: proxy_only needs the proxy's Unix socket, and it listens on none")
+
+
+async def _installed_bubblewrap() -> Program:
+    path = shutil.which("bwrap")
+    if path is None:
+        raise SandboxError(
+            "bubblewrap is not installed: `apt-get install bubblewrap`, or give up isolation with "
+            "`runtime.kwargs.isolation: none`"
+        )
+    told = await anyio.run_process((path, "--help"), check=False, stderr=STDOUT)
+    return Program(path, can_disable_userns=b"--disable-userns" in told.stdout)
 
 
 def _make_directories(root: str | None, labels: Mapping[str, str]) -> Path:

@@ -8,9 +8,10 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
 from anyio.abc import Process
 
@@ -35,6 +36,12 @@ class Start:
     own_tree: bool
 
 
+class Around(Protocol):
+    """The command line around a command; `status_fd` is where its first process's pid is told."""
+
+    def __call__(self, *, status_fd: int) -> Iterable[str]: ...
+
+
 def python() -> Path:
     """The interpreter itself, not a virtual environment's link to it."""
     path = Path(sys.base_prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}")
@@ -43,7 +50,7 @@ def python() -> Path:
 
 async def run_isolated(
     start: Start,
-    around: Callable[[int], Iterable[str]],
+    around: Around,
     supervisor: str,
     *,
     stdin: bytes,
@@ -58,7 +65,7 @@ async def run_isolated(
         told = _Pipe(stack)
         started, begin = _Pipe(stack), _memory_file(stack)
         _write(begin, start, started)
-        argv = [*around(told.inlet), str(python()), "-I", "-S", supervisor, str(begin)]
+        argv = [*around(status_fd=told.inlet), str(python()), "-I", "-S", supervisor, str(begin)]
 
         def kill(process: Process) -> None:
             """The namespace's first process takes the rest with it before bubblewrap, its parent, can end."""

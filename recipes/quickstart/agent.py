@@ -1,7 +1,8 @@
 """A small coding agent: one model, one tool, a loop. Python's standard library only.
 
 It reads its task from $INSTRUCTION_FILE (or the arguments), speaks OpenAI Chat at $OPENAI_BASE_URL, and works in the
-current directory until the model answers without calling the tool, or for $AGENT_MAX_TURNS calls. AGENT_STREAM=1 streams.
+current directory until the model answers without calling the tool, at most $AGENT_MAX_TURNS times. AGENT_STREAM=1
+streams the answers.
 """
 
 import json
