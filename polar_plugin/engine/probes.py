@@ -41,7 +41,7 @@ _SYSTEM = Message("system", "Be brief.")
 _CALLS = tuple(ToolCall("look", '{"what": "it"}', f"call_history{index}") for index in range(2))
 _RESULTS = tuple(Message("tool", "a thing", tool_call_id=call.id) for call in _CALLS)
 _ONE, _TWO = Message("assistant", tool_calls=_CALLS[:1]), Message("assistant", "Both.", "I see.", _CALLS)
-_WORDS = (" leading and trailing \n", "plain", "two\n\nlines", "{}", "ünïcode 你好", "<b>&amp;</b>")
+_WORDS = (" leading and trailing \n", "plain", "two\n\nlines", "braces {}", "unicode ünï 你好", "markup <b>&amp;</b>")
 
 PLAIN: tuple[tuple[Message, ...], ...] = (
     (_USER,),
@@ -72,7 +72,7 @@ def calls(count: int) -> tuple[ToolCall, ...]:
 
 
 def new(kind: Kind, reply: Message) -> list[Message]:
-    """New messages of a kind, with words that a template may trim or treat specially at their edges."""
+    """New messages of a kind, with words that a template may trim or escape, all but the first of each."""
     ids = iter([call.id for call in reply.tool_calls])
     return [
         Message(cast("Any", role), _WORDS[index % len(_WORDS)], tool_call_id=next(ids, "") if role == "tool" else "")

@@ -24,6 +24,7 @@ from .tokenizer import Tokenizer, scrub
 from .toolcalls import guess_tool_parser, split_reasoning, tool_json, tool_parser
 
 History = Literal["sampled", "template"]
+_STUB_USER = Message("user", "stub")
 _MARK = "q7stub{}q"  # what stands for an assistant turn's words; looked for in the rendered text
 _STUB_TOOLS = (Tool("stub", "stub", {"type": "object", "properties": {}}),)
 _KINDS_KEPT = 512
@@ -86,12 +87,12 @@ class TemplateRenderer:
         if reason is not None:
             return reason
         try:
-            tail = self._tail([Message("user", "stub")], parent.reply, new, self._stub_tools(bool(tools)))
+            text = self._text([_STUB_USER, _stub(parent.reply), *new], self._stub_tools(bool(tools)), prompt=True)
         except TEMPLATE_ERRORS:
-            tail = None
-        if tail is None:
             return BreakReason.BOUNDARY_UNKNOWN
-        ids = self.tokenizer.encode(tail)
+        ids = self.tokenizer.encode(self._cut(text, parent.reply)[1])
+        if not ids:
+            return BreakReason.BOUNDARY_UNKNOWN
         output = parent.generation.output_ids
         if len(output) and self._ends_turn(int(output[-1]), ids[0]):
             ids = ids[1:]
@@ -137,14 +138,14 @@ class TemplateRenderer:
         """A stub's tools: the real ones may be long, and a proved delta does not depend on them."""
         return _STUB_TOOLS if tools and self.shape.tools else ()
 
-    def _tail(
-        self, history: Sequence[Message], reply: Message, new: Sequence[Message], tools: Sequence[Tool]
-    ) -> str | None:
-        """The text from the closing token of `reply` on, the three rendered with the words of `reply` replaced."""
-        text = self._text([*history, _stub(reply), *new], tools, prompt=True)
+    def _cut(self, text: str, reply: Message) -> tuple[str, str]:
+        """What follows the words of a stub of `reply` in a rendered text: up to its closing token, and from there on.
+
+        The second is "" where nothing closes the turn.
+        """
         begin = _words_end(text, len(reply.tool_calls))
         closing = self._closer.search(text, begin) if self._closer and begin is not None else None
-        return text[closing.start() :] if closing else None
+        return (text[begin : closing.start()], text[closing.start() :]) if closing else ("", "")
 
     def _ends_turn(self, last: int, closer: int) -> bool:
         """Whether a sampled turn that ends in `last` needs no `closer`.
@@ -181,17 +182,17 @@ class TemplateRenderer:
         Without one, the turn is closed by the token that opens the next role.
         """
         special = re.compile("|".join(map(re.escape, sorted(self.tokenizer.special, key=len, reverse=True))))
-        user, plain = Message("user", "stub"), Message("assistant", "x")
-        called = Message("assistant", tool_calls=(ToolCall("stub", "{}"),))
-        at_end = self._behind([user, _stub(plain)], 0, prompt=False)
+        plain, called = Message("assistant", "x"), Message("assistant", tool_calls=(ToolCall("stub", "{}"),))
+        at_end = self._behind([_STUB_USER, _stub(plain)], 0, prompt=False)
         own = special.match(at_end.lstrip()) if at_end is not None else None
         if own:
             return True, (own.group(),)
         found: dict[str, None] = {}
-        for reply, follower in ((plain, user), (called, Message("tool", "stub")), (plain, Message("tool", "stub"))):
+        pairs = ((plain, Message("user")), (plain, Message("system")), (called, Message("tool")))
+        for reply, follower in pairs:
             calls = len(reply.tool_calls)
-            alone = self._behind([user, _stub(reply)], calls, prompt=False)
-            followed = self._behind([user, _stub(reply), follower], calls, prompt=True)
+            alone = self._behind([_STUB_USER, _stub(reply)], calls, prompt=False)
+            followed = self._behind([_STUB_USER, _stub(reply), replace(follower, content="stub")], calls, prompt=True)
             if alone is not None and followed is not None and followed.startswith(alone.rstrip()):
                 opener = special.match(followed[len(alone.rstrip()) :].lstrip())
                 found |= {opener.group(): None} if opener else {}
@@ -227,14 +228,22 @@ class TemplateRenderer:
     ) -> BreakReason | None:
         tools = probes.TOOLS if with_tools else ()
         full = self._text([*history, _stub(reply), *new], tools, prompt=True)
-        tail = self._tail(history, reply, new, tools)
-        stub = self._tail([Message("user", "stub")], reply, new, self._stub_tools(with_tools))
-        if tail is None or tail != stub or not full.endswith(tail):
+        before, tail = self._cut(full, reply)
+        stub = self._text([_STUB_USER, _stub(reply), *new], self._stub_tools(with_tools), prompt=True)
+        if not tail or tail != self._cut(stub, reply)[1] or not self._begins_behind(history, reply, before, tools):
+            return BreakReason.BOUNDARY_UNKNOWN
+        if any(message.content.split()[0] not in tail for message in new):
             return BreakReason.BOUNDARY_UNKNOWN
         ids, whole = self.tokenizer.encode(tail), self.tokenizer.encode(full)
         if whole[len(whole) - len(ids) :] != ids or ids[0] not in self.stop_ids:
             return BreakReason.BOUNDARY_UNKNOWN
         return None if self._keeps(history, reply, full[: len(full) - len(tail)], tools) else _REWRITE
+
+    def _begins_behind(self, history: Sequence[Message], reply: Message, before: str, tools: Sequence[Tool]) -> bool:
+        """Whether what stands between the reply's words and the closing token is the reply's, not the next role's."""
+        alone = self._text([*history, _stub(reply)], tools, prompt=False)
+        begin = _words_end(alone, len(reply.tool_calls))
+        return begin is not None and alone.startswith(before.rstrip(), begin)
 
     def _keeps(self, history: Sequence[Message], reply: Message, kept: str, tools: Sequence[Tool]) -> bool:
         """Whether the text before the delta is what stood there before: all of it, or all but reasoning.

@@ -57,6 +57,11 @@ class Tokenizer:
         values = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
         return self.hf.decode(values, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
+    def token(self, text: str) -> int | None:
+        """The id of the one token that is `text`; None where there is none."""
+        index: int | None = self.hf.convert_tokens_to_ids(text)
+        return index if index is not None and self.hf.convert_ids_to_tokens(index) == text else None
+
     def checked(self, ids: Sequence[int]) -> TokenIds:
         """`ids` as an array; raises ConfigError where one lies outside the model's vocabulary."""
         array = token_ids(ids)

@@ -55,7 +55,7 @@ def tool_parser(name: str, tokenizer: Tokenizer) -> ToolParser:
         names = sorted({*_TEXT, *_LIBRARY, *_ALIASES})
         raise ConfigError(f"renderer.tool_parser: unknown {name!r}; use one of {', '.join(names)}")
     marker = _LIBRARY[name]
-    if marker not in tokenizer.hf.get_vocab():
+    if tokenizer.token(marker) is None:
         raise ConfigError(f"renderer.tool_parser: {name!r} needs a token {marker!r}, which this tokenizer lacks")
     return lambda text, tools: _by_library(name, tokenizer, text, tools)
 
@@ -118,7 +118,7 @@ def gather(tokenizer: Tokenizer, ids: Sequence[int], content: str, attempts: Seq
             span = attempt.token_span
             rest.append(tokenizer.decode(ids[span[0] : span[1]]) if span else attempt.raw)
         end = attempt.token_span[1] if attempt.token_span else len(ids)
-    trailing = tokenizer.decode(ids[end:]).strip() if "<tool_call>" in tokenizer.hf.get_added_vocab() else ""
+    trailing = tokenizer.decode(ids[end:]).strip() if tokenizer.token(_OPEN) is not None else ""
     if trailing not in content:  # said after the last call: some formats drop it
         rest.append(trailing)
     return Found("\n".join(part for part in rest if part), tuple(calls), malformed)
@@ -128,6 +128,8 @@ def gather(tokenizer: Tokenizer, ids: Sequence[int], content: str, attempts: Seq
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _SPACE = re.compile(r"\s*")
+_FIRST_KEY = re.compile(r'\{\s*"?(\w*)')
+_BETWEEN = re.compile(r"[\s;]*")
 _END = re.compile(r"\s*" + _CLOSE)
 
 
@@ -187,10 +189,19 @@ def _llama(text: str, tools: Sequence[Tool]) -> Found:
             if call is None:
                 raise ValueError("no call")
             calls.append(call)
-            at = re.compile(r"[\s;]*").match(said, stop).end()  # pyright: ignore[reportOptionalMemberAccess]
+            gap = _BETWEEN.match(said, stop)
+            at = gap.end() if gap else stop
     except UNREADABLE:
-        return Found(text.strip(), malformed=int(re.match(r'\{\s*"(name|type|function)?', said) is not None))
+        return Found(text.strip(), malformed=int(_begins_llama_call(said)))
     return Found("", tuple(calls))
+
+
+def _begins_llama_call(said: str) -> bool:
+    """Whether an object's first key is one of a call's, or was cut before it could be told."""
+    begin = _FIRST_KEY.match(said)
+    keys = ("name", "type", "function")
+    cut = begin is not None and begin.end() == len(said)
+    return begin is not None and any(key == begin[1] or (cut and key.startswith(begin[1])) for key in keys)
 
 
 def _none(text: str, tools: Sequence[Tool]) -> Found:
@@ -210,29 +221,30 @@ def _from_object(value: Any, raw: str) -> ToolCall | None:
 def _by_library(name: str, tokenizer: Tokenizer, text: str, tools: Sequence[Tool]) -> Found:
     ids = tokenizer.encode(text)
     try:
-        parsed = _library_parse(name, tokenizer.hf, ids, tool_json(tools))
+        parsed = _library_parse(name, tokenizer, ids, tool_json(tools))
     except UNREADABLE:
         return Found(text.strip(), malformed=1)
     return gather(tokenizer, ids, parsed.content, parsed.tool_calls)
 
 
-def _library_parse(name: str, hf: Any, ids: list[int], tools: list[Any]) -> Any:
+def _library_parse(name: str, tokenizer: Tokenizer, ids: list[int], tools: list[Any]) -> Any:
     from renderers import parsing
 
     def token(text: str) -> int:
-        return hf.get_vocab().get(text, -1)
+        index = tokenizer.token(text)
+        return -1 if index is None else index
 
     parse: Any = getattr(parsing, f"parse_{name.replace('-', '_').replace('.', '')}")
     if name == "deepseek-v3":
         marks = ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")
         keys = {f"tool_{mark.replace('▁', '_')}_id": token(f"<｜tool▁{mark}｜>") for mark in marks}
-        return parse(hf, ids, stop_ids=set[int](), **keys)
+        return parse(tokenizer.hf, ids, stop_ids=set[int](), **keys)
     keys = {"think_id": token("<think>"), "think_end_id": token("</think>")}
     keys |= {"tool_call_id": token(_OPEN), "tool_call_end_id": token(_CLOSE)}
     if name == "glm":
         keys |= {f"arg_{part}_id": token(f"<arg_{part}>") for part in ("key", "value")}
         keys |= {f"arg_{part}_end_id": token(f"</arg_{part}>") for part in ("key", "value")}
-    return parse(hf, ids, stop_ids=set[int](), tools=tools, **keys)
+    return parse(tokenizer.hf, ids, stop_ids=set[int](), tools=tools, **keys)
 
 
 def _attempted(attempt: Any) -> ToolCall | None:
@@ -245,7 +257,7 @@ def _attempted(attempt: Any) -> ToolCall | None:
 
 
 _TEXT: Mapping[str, ToolParser] = {"hermes": _hermes, "llama-3": _llama, "none": _none}
-_LIBRARY: Mapping[str, str] = {"qwen3.5": _OPEN, "glm": _OPEN, "deepseek-v3": "<｜tool▁calls▁begin｜>"}
+_LIBRARY: Mapping[str, str] = {"qwen3.5": _OPEN, "glm": "<arg_key>", "deepseek-v3": "<｜tool▁calls▁begin｜>"}
 _ALIASES: Mapping[str, str] = {
     "qwen3": "hermes",
     "qwen25": "hermes",
