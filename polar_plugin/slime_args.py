@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, cast
@@ -9,13 +10,17 @@ from typing import Any, cast
 from .config import RolloutConfig, load_config
 from .errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 POST_PROCESS = "polar_plugin.slime_rollout.post_process_rewards"
+LEAVE_ONE_OUT = "polar_plugin.slime_rollout.leave_one_out_rewards"
 GROUP_NORMALISING = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
 """The estimators for which slime subtracts a group's mean itself (`slime/ray/rollout.py`, `_post_process_rewards`)."""
 
 _UNUSED = (
     "custom_generate_function_path",
     "custom_rm_path",
+    "rm_type",
     "rollout_sample_hook_path",
     "dynamic_sampling_filter_path",
     "rollout_sample_filter_path",
@@ -61,6 +66,8 @@ class SlimeArgs:
     grpo_std_normalization: bool = True
     reward_key: str | None = None
     custom_reward_post_process_path: str | None = POST_PROCESS
+    calculate_per_token_loss: bool = False
+    custom_pg_loss_reducer_function_path: str | None = None
     log_passrate: bool = False
     log_reward_category: str | None = None
     group_rm: bool = False
@@ -70,6 +77,7 @@ class SlimeArgs:
     over_sampling_batch_size: int | None = None
     custom_generate_function_path: str | None = None
     custom_rm_path: str | None = None
+    rm_type: str | None = None
     dynamic_sampling_filter_path: str | None = None
     rollout_sample_filter_path: str | None = None
     rollout_all_samples_process_path: str | None = None
@@ -112,9 +120,8 @@ def rollout_config(args: SlimeArgs, *, dataset: Any = None) -> RolloutConfig:
     given = args.polar
     if not isinstance(given, Mapping) or not given:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError("args.polar is missing: give --custom-config-path a YAML file with the key `polar:`")
-    sections = {
-        key: dict(cast("Mapping[str, Any]", given.get(key) or {})) for key in ("engine", "renderer", "sampling")
-    }
+    load_config(given)  # what is wrong in it is told by path, before anything is added
+    sections = {key: dict(cast("Mapping[str, Any]", given.get(key, {}))) for key in ("engine", "renderer", "sampling")}
     if sections["engine"].get("kind", "sglang") == "sglang" and not sections["engine"].get("url"):
         sections["engine"]["url"] = _router(args)
     context = args.rollout_max_context_len if dataset is None else args.eval_max_context_len
@@ -126,10 +133,15 @@ def rollout_config(args: SlimeArgs, *, dataset: Any = None) -> RolloutConfig:
 
 
 def preflight(args: SlimeArgs, config: RolloutConfig) -> None:
-    """Raise ConfigError that lists all that would train wrongly or crash, each with the flag to change."""
+    """Raise ConfigError that lists all that would train wrongly or crash, each with the flag to change.
+
+    Logs a warning of what is a choice, but gives sessions of more tokens or traces more weight.
+    """
     wrong = [*_crashes(args), *_biases(args, config)]
     if wrong:
         raise ConfigError("slime's arguments do not fit sessions of many traces:\n- " + "\n- ".join(wrong))
+    for choice in _choices(args):
+        logger.warning(choice)
 
 
 def _router(args: SlimeArgs) -> str:
@@ -204,3 +216,13 @@ def _biases(args: SlimeArgs, config: RolloutConfig) -> Iterator[str]:
         yield "leave out --use-rollout-routing-replay: traces carry no routed experts"
     if args.apply_chat_template and "{sample.prompt}" in repr(config.task.get("instruction", "{sample.prompt}")):
         yield "leave out --apply-chat-template: the agent's messages are rendered; a rendered prompt would be twice"
+
+
+def _choices(args: SlimeArgs) -> Iterator[str]:
+    """What departs from one vote a session on purpose."""
+    if args.calculate_per_token_loss:
+        yield "--calculate-per-token-loss: sessions weigh by their tokens, not equally"
+    if args.custom_pg_loss_reducer_function_path:
+        yield "--custom-pg-loss-reducer-function-path: it is not told sessions, so it can only weigh traces"
+    if args.custom_reward_post_process_path not in (None, POST_PROCESS, LEAVE_ONE_OUT):
+        yield f"--custom-reward-post-process-path {args.custom_reward_post_process_path}: must count a session once"

@@ -12,7 +12,8 @@ from typing import Any
 
 from .errors import ConfigError
 from .slime_args import SlimeArgs
-from .slime_samples import SessionSamples, sample_class
+from .slime_samples import SessionSamples
+from .slime_types import sample_class
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@
 
 `generate` is synchronous, as slime calls it: it blocks until every session of the rollout has ended, and leaves nothing
 in flight, so that weights may change the moment it returns. For slime v0.3.0 and later; without slime the same
-functions take and return the objects of `slime_args` and `slime_samples`.
+functions take and return `SlimeArgs`, `SampleLike`, `TrainOutput` and `EvalOutput`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,21 @@ from .rewards import advantages, collapse
 from .slime_args import SlimeArgs, preflight, rollout_config
 from .slime_evaluation import eval_groups, eval_results
 from .slime_metrics import session_metrics
-from .slime_samples import Conversion, SessionSamples, convert, output_class, session_metadata, session_of, validate
+from .slime_samples import Conversion, SessionSamples, convert, validate
 from .slime_service import close, use_service
+from .slime_types import EvalOutput, SampleLike, TrainOutput, output_class, session_metadata, session_of
 
-__all__ = ["close", "generate", "leave_one_out_rewards", "post_process_rewards", "use_service"]
+__all__ = [
+    "EvalOutput",
+    "SampleLike",
+    "SlimeArgs",
+    "TrainOutput",
+    "close",
+    "generate",
+    "leave_one_out_rewards",
+    "post_process_rewards",
+    "use_service",
+]
 
 
 def generate(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:

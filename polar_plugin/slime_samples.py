@@ -1,89 +1,23 @@
 """Trajectories to slime's samples: one a trace, all of a session under one `rollout_id`. No I/O.
 
-Samples are copies of the data source's own, so their class is slime's where slime is there. `SampleLike`, `TrainOutput`
-and `EvalOutput` are the contract written down, for use without it: fields are named and typed as slime's
-(`slime/utils/types.py`, `slime/rollout/base_types.py`), and the hooks set no others.
+Samples are copies of the data source's own, so their class is slime's where slime is there; see `slime_types`.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 from __future__ import annotations
 
 import copy
-import enum
-import importlib
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 
-from .errors import ConfigError, EvaluationError, MergeError
+from .errors import EvaluationError, MergeError
 from .records import FinishReason, Message, Status, Trace, Trajectory, VersionSpan
-
-METADATA_KEY = "polar"
-"""Where a sample's metadata says which session it is of."""
-
-
-class SampleStatus(enum.Enum):
-    """slime's `Sample.Status`."""
-
-    PENDING = "pending"
-    COMPLETED = "completed"
-    TRUNCATED = "truncated"
-    ABORTED = "aborted"
-    FAILED = "failed"
-
-
-@dataclass
-class SampleLike:
-    """slime's `Sample`, as far as we fill it."""
-
-    Status: ClassVar[type[SampleStatus]] = SampleStatus
-    group_index: int | None = None
-    """The prompt."""
-    index: int | None = None
-    rollout_id: int | None = None
-    """The session: unit of optimiser steps and of the loss's mean."""
-    prompt: str | list[dict[str, Any]] = ""
-    tokens: list[int] = field(default_factory=list[int])
-    """Prompt and response."""
-    response: str = ""
-    response_length: int = 0
-    label: Any = None
-    reward: float | dict[str, Any] | None = None
-    loss_mask: list[int] | None = None
-    """0 or 1 a response token."""
-    weight_versions: list[str] = field(default_factory=list[str])
-    rollout_log_probs: list[float] | None = None
-    """A response token each; 0.0 where the mask is 0."""
-    remove_sample: bool = False
-    """Its mask counts as zeros. It keeps its place in the batch size; our baseline leaves it out."""
-    status: SampleStatus = SampleStatus.PENDING
-    metadata: dict[str, Any] = field(default_factory=dict[str, Any])
-    session_id: str | None = None
-    non_generation_time: float = 0.0
-
-    def get_reward_value(self, args: Any) -> Any:
-        return self.reward if not args.reward_key else cast("dict[str, Any]", self.reward)[args.reward_key]
-
-
-@dataclass
-class TrainOutput:
-    """slime's `RolloutFnTrainOutput`: samples as prompt x session x trace."""
-
-    samples: list[list[list[Any]]]
-    metrics: dict[str, Any] | None = None
-
-
-@dataclass
-class EvalOutput:
-    """slime's `RolloutFnEvalOutput`: by dataset `rewards`, `truncated` (one a session) and `samples` (one a trace)."""
-
-    data: dict[str, dict[str, Any]]
-    metrics: dict[str, Any] | None = None
-
+from .slime_types import METADATA_KEY, session_field, session_of
 
 _STATUS = {
     Status.COMPLETED: "completed",
@@ -161,25 +95,6 @@ def validate(groups: Sequence[Sequence[SessionSamples]]) -> None:
             owner = owners.setdefault(session_of(sample), name)
             if owner != name:
                 raise MergeError(f"sessions {owner} and {name} share the rollout id {session_of(sample)}")
-
-
-def session_metadata(sample: Any) -> dict[str, Any]:
-    """What `convert` told about the sample's session; empty for a sample that is not ours."""
-    return cast("dict[str, Any]", (sample.metadata or {}).get(METADATA_KEY) or {})
-
-
-def session_of(sample: Any) -> Any:
-    """The session id under the name this slime has for it."""
-    return getattr(sample, session_field(sample))
-
-
-def session_field(sample: Any) -> str:
-    """`rollout_id`, or `group_id` in slime v0.3.0, where the other name raises on reading."""
-    names = getattr(type(sample), "__dataclass_fields__", {})
-    for name in ("rollout_id", "group_id"):
-        if name in names:
-            return name
-    raise ConfigError(f"{type(sample).__name__} has no session id (`rollout_id`): slime v0.3.0 or later is needed")
 
 
 def _trainable(traces: Sequence[Trace], limit: int | None) -> tuple[Sequence[tuple[int, Trace]], Counter[str]]:
@@ -333,18 +248,3 @@ def _fault(sample: Any) -> str:
     if not all(isinstance(reward, float) and math.isfinite(reward) for reward in rewards):
         return f"the reward {sample.reward!r} is not a finite float"
     return "" if isinstance(sample.response, str) else "the response must be a str"
-
-
-def sample_class() -> Any:
-    """slime's `Sample`, or SampleLike where slime is absent."""
-    try:
-        return importlib.import_module("slime.utils.types").Sample
-    except ImportError:
-        return SampleLike
-
-
-def output_class(name: Literal["RolloutFnTrainOutput", "RolloutFnEvalOutput"], sample: Any) -> Any:
-    """slime's own where `sample` is slime's: any other class it would take for the samples themselves."""
-    if any(base.__module__ == "slime.utils.types" for base in type(sample).__mro__):
-        return getattr(importlib.import_module("slime.rollout.base_types"), name)
-    return TrainOutput if name == "RolloutFnTrainOutput" else EvalOutput

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from polar_plugin.slime_samples import SampleLike, TrainOutput
+from polar_plugin.slime_types import SampleLike, TrainOutput
 
 Array = NDArray[np.float64]
 

@@ -10,7 +10,7 @@ import pytest
 from polar_plugin import slime_rollout
 from polar_plugin.errors import ConfigError
 from polar_plugin.slime_args import SlimeArgs, preflight, rollout_config
-from polar_plugin.slime_samples import SampleLike
+from polar_plugin.slime_types import SampleLike
 
 from .sessions import POLAR, Prompts, ReadyService, trajectory
 
@@ -113,12 +113,34 @@ def test_right_arguments_pass() -> None:
         ({"dynamic_sampling_filter_path": "a.b"}, "leave out --dynamic-sampling-filter-path"),
         ({"partial_rollout": True}, "leave out --partial-rollout"),
         ({"custom_rm_path": "a.b"}, "leave out --custom-rm-path"),
+        ({"rm_type": "math"}, "leave out --rm-type"),
         ({"log_reward_category": "kind"}, "leave out --log-reward-category"),
         ({"apply_chat_template": True}, "leave out --apply-chat-template"),
     ],
 )
 def test_a_flag_that_would_crash_or_train_wrongly_is_named(told: dict[str, Any], flag: str) -> None:
     assert flag in refused(**told)
+
+
+@pytest.mark.parametrize(
+    ("told", "warning"),
+    [
+        ({"calculate_per_token_loss": True}, "sessions weigh by their tokens"),
+        ({"custom_pg_loss_reducer_function_path": "a.b"}, "it can only weigh traces"),
+        ({"custom_reward_post_process_path": "a.b"}, "must count a session once"),
+    ],
+)
+def test_a_choice_that_weighs_sessions_unequally_is_warned_of(
+    told: dict[str, Any], warning: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    args = arguments(**{**GOOD, **told})
+    preflight(args, rollout_config(args))
+    assert warning in caplog.text
+
+
+def test_a_config_of_the_wrong_shape_is_refused_by_path() -> None:
+    with pytest.raises(ConfigError, match="`engine`"):
+        rollout_config(arguments(polar={"engine": "sglang"}))
 
 
 def test_all_faults_are_told_at_once() -> None:

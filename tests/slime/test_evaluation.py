@@ -13,7 +13,7 @@ from polar_plugin import slime_rollout
 from polar_plugin.errors import ConfigError
 from polar_plugin.records import Status
 from polar_plugin.slime_args import SlimeArgs
-from polar_plugin.slime_samples import EvalOutput
+from polar_plugin.slime_types import EvalOutput
 
 from .sessions import POLAR, Outcome, ReadyService, scripted, trajectory
 

@@ -12,7 +12,7 @@ from polar_plugin import slime_rollout
 from polar_plugin.errors import ConfigError, MergeError, PolarError
 from polar_plugin.records import Attempt, FinishReason, Role, Status, Trajectory, log_probs
 from polar_plugin.slime_args import SlimeArgs
-from polar_plugin.slime_samples import SampleLike, SampleStatus, TrainOutput
+from polar_plugin.slime_types import SampleLike, SampleStatus, TrainOutput
 
 from .sessions import POLAR, Outcome, Prompts, ReadyService, scripted, trace, trajectory
 

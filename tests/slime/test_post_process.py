@@ -9,7 +9,7 @@ import pytest
 
 from polar_plugin.slime_args import SlimeArgs
 from polar_plugin.slime_rollout import leave_one_out_rewards, post_process_rewards
-from polar_plugin.slime_samples import SampleLike, SampleStatus
+from polar_plugin.slime_types import SampleLike, SampleStatus
 
 CENTRED = SlimeArgs(grpo_std_normalization=False)
 

@@ -17,7 +17,7 @@ from polar_plugin import slime_rollout
 from polar_plugin.errors import ConfigError, EngineError
 from polar_plugin.records import Attempt, Trajectory
 from polar_plugin.slime_args import SlimeArgs
-from polar_plugin.slime_samples import SampleLike
+from polar_plugin.slime_types import SampleLike
 
 from .sessions import POLAR, Prompts, ReadyService, trajectory
 
