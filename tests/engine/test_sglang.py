@@ -246,7 +246,7 @@ async def test_progress_between_aborts_resets_their_count(engine: SGLangEngine, 
 async def test_what_takes_longer_than_the_deadline_is_busy_and_aborted(url: str, fake: FakeSGLang) -> None:
     fake.answers.append(fake.hold)
     async with SGLangEngine(url, request_timeout=0.2) as engine:
-        with pytest.raises(EngineBusy, match=r"no whole answer from .* in 0.2 s"):
+        with pytest.raises(EngineBusy, match=r"no whole answer in 0\.2 s"):
             await sample(engine)
     assert len(fake.aborts) == 1
 
