@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -115,7 +116,9 @@ class Upstream:
 
     def _session(self, connections: int) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=connections, keepalive_timeout=self._keep_alive),
+            connector=aiohttp.TCPConnector(
+                limit=connections, keepalive_timeout=self._keep_alive, socket_factory=_probed_socket
+            ),
             timeout=self._timeout,
             cookie_jar=aiohttp.DummyCookieJar(),
             headers=self._headers,
@@ -198,6 +201,12 @@ class Upstream:
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineError(f"no engine can be reached at {url} ({error!r}): start it, or mend engine.url") from error
 
+    async def check_health(self) -> None:
+        """Raises EngineError where the engine is away, starting or sick."""
+        answer = await self.get(self.url, "/health")
+        if answer is not None and answer.status != 200:
+            raise EngineError(f"{answer.url} answered {answer.status}: the engine is still starting, or has failed")
+
     async def tell(self, base: str, path: str, payload: Mapping[str, Any]) -> bool:
         """POST a control message once; False where the address has no such route. A failure is logged, not raised."""
         url = base + path
@@ -216,6 +225,17 @@ def _open(session: aiohttp.ClientSession | None) -> aiohttp.ClientSession:
     if session is None:
         raise EngineError("the engine client is not open: use it within `async with engine:`")
     return session
+
+
+def _probed_socket(address: Any) -> socket.socket:
+    """A generation may be silent for minutes: the kernel's probes keep routers from dropping its connection."""
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, seconds in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 30)):  # not on every system
+        if hasattr(socket, option):
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
+    return made
 
 
 def _tracing() -> aiohttp.TraceConfig:

@@ -70,18 +70,40 @@ def _arrays(output_ids: Sequence[int], logprobs: Sequence[float]) -> tuple[Token
     return ids, probabilities
 
 
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long one generation is pursued; beyond it, EngineBusy."""
+
+    seconds: float
+    """Of all its calls and pauses together."""
+    reissues: int
+    """Calls in a row that were aborted before they sampled anything; progress resets the count."""
+
+
 async def sample_to_end(
-    call: Call, prompt_ids: TokenIds, max_tokens: int, stop_ids: Sequence[int], *, reissues: int
+    call: Call, prompt_ids: TokenIds, max_tokens: int, stop_ids: Sequence[int], patience: Patience
 ) -> Generation:
     """Call until the engine finishes of itself, and join what it sampled into one Generation.
 
-    `reissues` bounds the calls in a row that were aborted before they sampled anything; progress resets it.
-    Raises EngineBusy beyond it, and whatever `call` raises.
+    Raises EngineBusy where patience ends, and whatever `call` raises.
+
+    An engine looks for stop strings in one call's output, so one that begins before an abort and ends after it does not
+    stop the sampling. The ids and log-probabilities are exact all the same.
     """
+    try:
+        with anyio.fail_after(patience.seconds):
+            return await _sample(call, prompt_ids, max_tokens, stop_ids, patience.reissues)
+    except TimeoutError as error:
+        raise EngineBusy(f"the engine gave no whole answer in {patience.seconds:g} s") from error
+
+
+async def _sample(
+    call: Call, prompt_ids: TokenIds, max_tokens: int, stop_ids: Sequence[int], reissues: int
+) -> Generation:
     done: list[Segment] = []
     sampled, fruitless, pauses = 0, 0, _pauses()
-    for number in itertools.count():
-        done.append(await call(prompt_ids, max_tokens - sampled, number))
+    while True:
+        done.append(await call(prompt_ids, max_tokens - sampled, len(done)))
         fresh = done[-1].output_ids
         sampled += len(fresh)
         finish = done[-1].finish or _end_of_aborted(fresh, max_tokens - sampled, stop_ids)
@@ -94,7 +116,6 @@ async def sample_to_end(
         if fruitless > reissues:
             raise EngineBusy(f"the engine aborted this call {fruitless} times in a row without sampling a token")
         await anyio.sleep(next(pauses))
-    raise AssertionError("unreachable")
 
 
 def _end_of_aborted(fresh: TokenIds, left: int, stop_ids: Sequence[int]) -> FinishReason | None:

@@ -11,12 +11,12 @@ from typing import Any, cast
 
 import anyio
 
-from ..errors import EngineBusy, EngineError
+from ..errors import EngineError
 from ..records import FinishReason, Generation, JSONObject, SamplingParams, TokenIds, VersionSpan, token_ids
 from .base import EngineInfo
 from .http import KEEP_ALIVE, Upstream
 from .limits import Limits
-from .segments import Segment, sample_to_end, segment
+from .segments import Patience, Segment, sample_to_end, segment
 
 _log = logging.getLogger(__name__)
 
@@ -69,8 +69,7 @@ class SGLangEngine:
         )
         self._model = model
         self._limits = Limits(context_length, vocab_size)
-        self._request_timeout = request_timeout
-        self._reissues = reissues
+        self._patience = Patience(request_timeout, reissues)
         self._workers: tuple[str, ...] = ()
         self._workers_until = 0.0
 
@@ -99,11 +98,7 @@ class SGLangEngine:
             rid = f"{request_id}_{number:03d}"
             return await self._call(prompt, {**params, "max_new_tokens": left}, rid, session_id)
 
-        try:
-            with anyio.fail_after(self._request_timeout):
-                return await sample_to_end(call, prompt_ids, max_tokens, stop_ids, reissues=self._reissues)
-        except TimeoutError as error:
-            raise EngineBusy(f"no whole answer from {self._upstream.url} in {self._request_timeout:g} s") from error
+        return await sample_to_end(call, prompt_ids, max_tokens, stop_ids, self._patience)
 
     async def _call(self, prompt: TokenIds, params: Mapping[str, Any], rid: str, session_id: str) -> Segment:
         payload = {
@@ -139,9 +134,7 @@ class SGLangEngine:
     async def probe(self) -> EngineInfo:
         """See `Engine.probe`. What it finds out also bounds later calls, where the constructor was told nothing."""
         url = self._upstream.url
-        health = await self._upstream.get(url, "/health")
-        if health is not None and health.status != 200:
-            raise EngineError(f"{health.url} answered {health.status}: the server is still starting, or has failed")
+        await self._upstream.check_health()
         model = await self._info(url, "model_info")
         # A router's own /get_server_info is about the router, so the workers are asked.
         servers = [await self._info(base, "server_info") for base in await self._list_workers() or (url,)]

@@ -8,14 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import anyio
-
-from ..errors import EngineBusy, EngineError
+from ..errors import EngineError
 from ..records import FinishReason, Generation, JSONObject, SamplingParams, TokenIds, VersionSpan, token_ids
 from .base import EngineInfo
 from .http import KEEP_ALIVE, Upstream
 from .limits import Limits
-from .segments import Segment, sample_to_end, segment
+from .segments import Patience, Segment, sample_to_end, segment
 
 _GENERATE = "/inference/v1/generate"
 _ABORTS = ("/inference/v1/abort_requests", "/abort_requests")  # the second: RL control routes, or --tokens-only
@@ -56,8 +54,7 @@ class VLLMEngine:
         )
         self._model = model
         self._limits = Limits(context_length, vocab_size)
-        self._request_timeout = request_timeout
-        self._reissues = reissues
+        self._patience = Patience(request_timeout, reissues)
         self._processed: bool | None = None
 
     async def __aenter__(self) -> VLLMEngine:
@@ -86,11 +83,7 @@ class VLLMEngine:
             rid = f"{request_id}_{number:03d}"
             return read_segment(await self._call(prompt, {**params, "max_tokens": left}, rid, session_id), len(prompt))
 
-        try:
-            with anyio.fail_after(self._request_timeout):
-                return await sample_to_end(call, prompt_ids, max_tokens, stop_ids, reissues=self._reissues)
-        except TimeoutError as error:
-            raise EngineBusy(f"no whole answer from {self._upstream.url} in {self._request_timeout:g} s") from error
+        return await sample_to_end(call, prompt_ids, max_tokens, stop_ids, self._patience)
 
     async def _call(self, prompt: TokenIds, params: Mapping[str, Any], rid: str, session_id: str) -> JSONObject:
         payload = {"request_id": rid, "token_ids": prompt, "sampling_params": params, "stream": False}
@@ -123,9 +116,7 @@ class VLLMEngine:
     async def probe(self) -> EngineInfo:
         """See `Engine.probe`. Also finds out which log-probabilities the server reports."""
         url = self._upstream.url
-        health = await self._upstream.get(url, "/health")
-        if health is not None and health.status != 200:
-            raise EngineError(f"{health.url} answered {health.status}: the server is still starting, or has failed")
+        await self._upstream.check_health()
         name, told = await self._served()
         context = self._limits.context_length or told
         if context is None:

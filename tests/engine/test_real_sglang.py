@@ -200,6 +200,20 @@ async def test_a_pause_in_mid_request_gives_one_seamless_generation(
     assert await difference(server, generation) <= FLOAT32_TOLERANCE
 
 
+async def test_an_abort_of_a_request_that_waits_retracted_gives_one_seamless_generation(
+    engine: SGLangEngine, server: Server
+) -> None:
+    async def pause_and_abort() -> None:
+        await server.post("/pause_generation", mode="retract")
+        await server.post("/update_weight_version", new_version="newer", abort_all_requests=True)
+        await server.post("/continue_generation")
+
+    generation = await sample_while(engine, server, 400, pause_and_abort)
+    assert (len(generation.output_ids), generation.finish_reason) == (400, FinishReason.LENGTH)
+    assert sum(span.count for span in generation.versions) == 400
+    assert await difference(server, generation) <= FLOAT32_TOLERANCE
+
+
 @pytest.mark.parametrize("abort_all", [True, False])
 async def test_a_weight_update_in_mid_request_gives_two_version_spans_that_cover_it(
     engine: SGLangEngine, server: Server, abort_all: bool
@@ -213,6 +227,20 @@ async def test_a_weight_update_in_mid_request_gives_two_version_spans_that_cover
     assert [span.version for span in generation.versions] == ["old", "new"]
     assert min(span.count for span in generation.versions) > 0
     assert sum(span.count for span in generation.versions) == len(generation.output_ids) == 400
+
+
+async def test_many_calls_at_once_keep_their_tokens_apart(engine: SGLangEngine, server: Server) -> None:
+    prompts = [token_ids(np.arange(number, number + 10)) for number in range(24)]
+    results: dict[int, Generation] = {}
+
+    async def call(number: int) -> None:
+        results[number] = await sample(engine, 30, prompt=prompts[number])
+
+    async with anyio.create_task_group() as group:
+        for number in range(len(prompts)):
+            group.start_soon(call, number)
+    for number in (0, 11, 23):
+        assert await difference(server, results[number], prompts[number]) <= FLOAT32_TOLERANCE
 
 
 async def test_an_id_out_of_the_vocabulary_is_refused_by_us_and_the_server_lives_on(engine: SGLangEngine) -> None:

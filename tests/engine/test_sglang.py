@@ -1,163 +1,22 @@
-"""The SGLang client against a small strict stand-in of SGLang's server, for what a real one does rarely or never."""
+"""The SGLang client's calls: what is sent, what is read, what is refused, what is asked for again."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import functools
-import itertools
-import re
-from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import anyio
 import numpy as np
 import orjson
 import pytest
 from aiohttp import web
+from fake_server import listening
+from fake_sglang import FakeSGLang, aborted, sample, sampled, status
 
 from polar_plugin.engine.sglang import SGLangEngine
 from polar_plugin.errors import ConfigError, EngineBusy, EngineError
-from polar_plugin.records import FinishReason, Generation, SamplingParams, TokenIds, VersionSpan, token_ids
+from polar_plugin.records import FinishReason, VersionSpan, token_ids
 
 pytestmark = pytest.mark.anyio
-
-PROMPT = token_ids([5, 6, 7])
-_TOP = {"rid", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "stream"}
-_SAMPLING = {
-    *("max_new_tokens", "temperature", "top_p", "top_k", "stop", "stop_token_ids", "sampling_seed"),
-    *("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"),
-}
-
-Answer = Callable[[dict[str, Any]], dict[str, Any] | Awaitable[web.StreamResponse]]
-
-
-def sampled(
-    body: dict[str, Any], ids: list[int] | None = None, *, finish: dict[str, Any] | None = None, **meta: Any
-) -> dict[str, Any]:
-    """SGLang's answer to `body`: by default `max_new_tokens` ids that count on from the prompt's length."""
-    first = len(body["input_ids"])
-    ids = list(range(first, first + body["sampling_params"]["max_new_tokens"])) if ids is None else ids
-    return {
-        "text": "",
-        "output_ids": ids,
-        "meta_info": {
-            "id": body["rid"],
-            "finish_reason": finish or {"type": "length", "length": len(ids)},
-            "prompt_tokens": len(body["input_ids"]),
-            "completion_tokens": len(ids),
-            "weight_version": "1",
-            "weight_versions": [{"version": "1", "start": 0, "end": len(ids)}],
-            "output_token_logprobs": [[-0.25 * (token % 4 + 1), token, None] for token in ids],
-            **meta,
-        },
-    }
-
-
-def aborted(body: dict[str, Any], ids: list[int], **meta: Any) -> dict[str, Any]:
-    finish = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
-    return sampled(body, ids, finish=finish, **meta)
-
-
-class FakeSGLang:
-    """Answers with what is queued in `answers`, else with `sampled`. Refuses what the real one would refuse."""
-
-    def __init__(self) -> None:
-        self.answers: deque[Answer] = deque()
-        self.live: set[str] = set()
-        self.bodies: list[dict[str, Any]] = []
-        self.headers: list[dict[str, str]] = []
-        self.aborts: list[str] = []
-        self.sockets: Counter[Any] = Counter()
-        self.routes: Counter[str] = Counter()
-        self.started = anyio.Event()
-        self.was_aborted = anyio.Event()
-        self.hung_up = anyio.Event()
-        self.info: dict[str, Any] = {"served_model_name": "tiny", "weight_version": "7"}
-        self.server_info: dict[str, Any] = {"context_length": 64, "max_req_input_len": 58}
-
-    def app(self) -> web.Application:
-        app = web.Application()
-        app.router.add_post("/generate", self.generate)
-        app.router.add_post("/abort_request", self.abort)
-        app.router.add_get("/health", self.health)
-        app.router.add_get("/model_info", self.model_info)
-        app.router.add_get("/server_info", self.get_server_info)
-        return app
-
-    async def generate(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        self.bodies.append(body)
-        self.headers.append(dict(request.headers))
-        self.sockets[request.transport] += 1
-        refusal = self._refusal(body)
-        if refusal:
-            return web.json_response({"error": {"message": refusal}}, status=400)
-        self.live.add(body["rid"])
-        try:
-            made = (self.answers.popleft() if self.answers else sampled)(body)
-            return _json(made) if isinstance(made, dict) else await made
-        finally:
-            self.live.remove(body["rid"])
-
-    def _refusal(self, body: dict[str, Any]) -> str:
-        unknown = (set(body) - _TOP) | (set(body["sampling_params"]) - _SAMPLING)
-        if unknown:
-            return f"unknown field {sorted(unknown)}"
-        if body["rid"] in self.live:
-            return f"Duplicate request ID detected: {body['rid']}"
-        asked = (body["return_logprob"], body["logprob_start_len"], body["stream"])
-        ids = all(type(token) is int for token in body["input_ids"])
-        return "" if asked == (True, -1, False) and ids else f"unexpected request {body}"
-
-    async def hold(self, body: dict[str, Any]) -> web.StreamResponse:
-        """An answer that never comes."""
-        self.started.set()
-        try:
-            await anyio.sleep_forever()
-        finally:
-            self.hung_up.set()
-        return web.Response()
-
-    async def abort(self, request: web.Request) -> web.Response:
-        self.aborts.append((await request.json())["rid"])
-        self.was_aborted.set()
-        return web.Response()
-
-    async def health(self, request: web.Request) -> web.Response:
-        return web.Response()
-
-    async def model_info(self, request: web.Request) -> web.Response:
-        return web.json_response(self.info)
-
-    async def get_server_info(self, request: web.Request) -> web.Response:
-        return web.json_response(self.server_info)
-
-
-def _json(value: dict[str, Any]) -> web.Response:
-    return web.Response(body=orjson.dumps(value), content_type="application/json")
-
-
-def status(code: int, message: str, **headers: str) -> Answer:
-    async def answer(body: dict[str, Any]) -> web.StreamResponse:
-        return web.json_response({"error": {"message": message}}, status=code, headers=headers)
-
-    return answer
-
-
-@asynccontextmanager
-async def listening(app: web.Application, **runner: Any) -> AsyncIterator[str]:
-    site_runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1, **runner)
-    await site_runner.setup()
-    site = web.TCPSite(site_runner, "127.0.0.1", 0)
-    await site.start()
-    host, port = site_runner.addresses[0][:2]
-    try:
-        yield f"http://{host}:{port}"
-    finally:
-        await site_runner.cleanup()
 
 
 @pytest.fixture
@@ -175,29 +34,6 @@ async def url(fake: FakeSGLang) -> AsyncIterator[str]:
 async def engine(url: str) -> AsyncIterator[SGLangEngine]:
     async with SGLangEngine(url, retries=4, reissues=3) as engine:
         yield engine
-
-
-_numbers = itertools.count()
-
-
-async def sample(
-    engine: SGLangEngine,
-    max_tokens: int = 4,
-    *,
-    prompt: TokenIds = PROMPT,
-    stop_ids: tuple[int, ...] = (),
-    request_id: str | None = None,
-    session_id: str = "session",
-    **sampling: Any,
-) -> Generation:
-    with anyio.fail_after(20):
-        return await engine.generate(
-            prompt,
-            SamplingParams(max_tokens=max_tokens, **sampling),
-            request_id=request_id or f"request{next(_numbers)}",
-            session_id=session_id,
-            stop_ids=stop_ids,
-        )
 
 
 # --- what is sent, and what is read --------------------------------------------------------------------------------
@@ -410,7 +246,7 @@ async def test_progress_between_aborts_resets_their_count(engine: SGLangEngine, 
 async def test_what_takes_longer_than_the_deadline_is_busy_and_aborted(url: str, fake: FakeSGLang) -> None:
     fake.answers.append(fake.hold)
     async with SGLangEngine(url, request_timeout=0.2) as engine:
-        with pytest.raises(EngineBusy, match=r"no whole answer from .* in 0.2 s"):
+        with pytest.raises(EngineBusy, match=r"no whole answer in 0\.2 s"):
             await sample(engine)
     assert len(fake.aborts) == 1
 
@@ -442,203 +278,6 @@ async def test_any_other_refusal_is_an_error_at_once(engine: SGLangEngine, fake:
         await sample(engine)
     assert not isinstance(caught.value, EngineBusy)
     assert len(fake.bodies) == 1
-
-
-# --- connections ---------------------------------------------------------------------------------------------------
-
-
-class RawServer:
-    """A server that decides, connection by connection, when to close. `serve` gets (request number, number on it)."""
-
-    def __init__(self, serve: Callable[[int, int], bool]) -> None:
-        self.serve = serve
-        self.requests = 0
-        self.connections = 0
-
-    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connections += 1
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            for number in itertools.count():
-                head = await reader.readuntil(b"\r\n\r\n")
-                length = int(re.findall(rb"Content-Length: (\d+)", head)[0])
-                body = orjson.loads(await reader.readexactly(length))
-                self.requests += 1
-                if not self.serve(self.requests, number):
-                    break
-                payload = orjson.dumps(sampled(body))
-                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(payload), payload))
-                await writer.drain()
-        writer.close()
-
-
-@asynccontextmanager
-async def raw(serve: Callable[[int, int], bool]) -> AsyncIterator[tuple[RawServer, str]]:
-    behaviour = RawServer(serve)
-    server = await asyncio.start_server(behaviour, "127.0.0.1", 0)
-    async with server:
-        yield behaviour, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-
-
-async def test_an_engine_that_is_not_there_yet_is_waited_for(fake: FakeSGLang) -> None:
-    async with listening(fake.app()) as address:
-        pass
-    port = int(address.rpartition(":")[2])
-    async with SGLangEngine(address, retries=6) as engine, anyio.create_task_group() as group:
-        calls: list[Generation] = []
-
-        async def call() -> None:
-            calls.append(await sample(engine))
-
-        group.start_soon(call)
-        runner = web.AppRunner(fake.app(), shutdown_timeout=1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", port).start()
-        with anyio.fail_after(20):
-            while not calls:
-                await anyio.sleep(0.01)
-        group.cancel_scope.cancel()
-    await runner.cleanup()
-    assert len(fake.bodies) == 1
-
-
-async def test_an_engine_that_is_not_there_at_all_is_busy_and_names_the_address(fake: FakeSGLang) -> None:
-    async with listening(fake.app()) as address:
-        pass
-    async with SGLangEngine(address, retries=2) as engine:
-        with pytest.raises(EngineBusy, match=f"no engine can be reached at {address}"):
-            await sample(engine)
-
-
-async def test_a_fresh_connection_that_drops_before_the_answer_is_not_sent_again() -> None:
-    async with raw(lambda request, number: False) as (server, address), SGLangEngine(address) as engine:
-        with pytest.raises(EngineError, match="broke before the answer was complete") as caught:
-            await sample(engine)
-    assert not isinstance(caught.value, EngineBusy)
-    assert server.requests == 1
-
-
-async def test_a_pooled_connection_that_the_server_just_closed_is_replaced_and_generates_once() -> None:
-    """The race of a keep-alive: the server closes while the next request is on its way."""
-    async with raw(lambda request, number: number == 0) as (server, address), SGLangEngine(address) as engine:
-        for _ in range(3):
-            assert len((await sample(engine)).output_ids) == 4
-    assert server.connections == 3
-
-
-async def test_an_answer_that_breaks_off_is_an_error_and_not_sent_again(engine: SGLangEngine, fake: FakeSGLang) -> None:
-    answers = []
-
-    async def cut(request: web.Request) -> web.StreamResponse:
-        answers.append(request.path)
-        response = web.StreamResponse(headers={"Content-Length": "1000"})
-        await response.prepare(request)
-        await response.write(b'{"output_ids"')
-        request.transport.close()  # pyright: ignore[reportOptionalMemberAccess]
-        return response
-
-    app = web.Application()
-    app.router.add_post("/generate", cut)
-    async with listening(app) as address, SGLangEngine(address) as cut_engine:
-        with pytest.raises(EngineError, match="broke before the answer was complete"):
-            await sample(cut_engine)
-    assert len(answers) == 1
-
-
-async def test_idling_past_the_servers_keep_alive_loses_and_repeats_nothing(fake: FakeSGLang) -> None:
-    async with (
-        listening(fake.app(), keepalive_timeout=0.2) as address,
-        SGLangEngine(address, keep_alive=60) as careless,
-        SGLangEngine(address, keep_alive=0.1) as careful,
-    ):
-        for engine in (careless, careful):
-            for _ in range(3):
-                await sample(engine)
-                await anyio.sleep(0.4)  # the case itself: idle for longer than the server keeps a socket
-    assert len(fake.bodies) == 6
-
-
-async def test_two_hundred_sessions_share_a_bounded_number_of_sockets(url: str, fake: FakeSGLang) -> None:
-    async with SGLangEngine(url, max_connections=8) as engine, anyio.create_task_group() as group:
-
-        async def session(name: str) -> None:
-            for _ in range(20):
-                assert len((await sample(engine, 1, session_id=name)).output_ids) == 1
-
-        for number in range(200):
-            group.start_soon(session, f"session{number}")
-    assert len(fake.bodies) == 4000
-    assert len(fake.sockets) <= 8
-
-
-# --- hanging up ----------------------------------------------------------------------------------------------------
-
-
-async def _hang_up(engine: SGLangEngine, fake: FakeSGLang) -> None:
-    """Cancel a call in mid-generation, and wait until its end has arrived."""
-    fake.answers.append(fake.hold)
-    with anyio.fail_after(10):
-        async with anyio.create_task_group() as group:
-            group.start_soon(functools.partial(sample, engine, request_id="the-call"))
-            await fake.started.wait()
-            group.cancel_scope.cancel()
-    with anyio.fail_after(2):
-        await fake.was_aborted.wait()
-        await fake.hung_up.wait()
-
-
-async def test_hanging_up_aborts_the_call_once_and_closes_its_socket(engine: SGLangEngine, fake: FakeSGLang) -> None:
-    await _hang_up(engine, fake)
-    assert fake.aborts == [fake.bodies[0]["rid"]]
-    assert fake.aborts[0].startswith("the-call")
-
-
-async def test_hanging_up_behind_a_router_without_an_abort_route_tells_each_worker(fake: FakeSGLang) -> None:
-    other = FakeSGLang()
-    async with listening(fake.app()) as first, listening(other.app()) as second:
-        listed = {"workers": [{"id": "a", "url": first}, {"id": "b", "url": f"{second}@0"}]}
-        app = web.Application()
-        asked: list[str] = []
-
-        async def workers(request: web.Request) -> web.Response:
-            asked.append(request.path)
-            return web.json_response(listed)
-
-        app.router.add_post("/generate", fake.generate)
-        app.router.add_get("/workers", workers)
-        async with listening(app) as router, SGLangEngine(router) as engine:
-            await _hang_up(engine, fake)
-            await _hang_up(engine, fake)
-    rids = [body["rid"] for body in fake.bodies]
-    assert fake.aborts == other.aborts == rids
-    assert len(asked) == 1
-
-
-async def test_a_call_cancelled_before_it_was_sent_aborts_nothing(url: str, fake: FakeSGLang) -> None:
-    fake.answers += [fake.hold, fake.hold]
-    async with SGLangEngine(url, max_connections=1) as engine, anyio.create_task_group() as group:
-        group.start_soon(functools.partial(sample, engine, request_id="first"))
-        with anyio.fail_after(5):
-            await fake.started.wait()
-        with anyio.move_on_after(0.1):
-            await sample(engine, request_id="waits-for-a-socket")
-        assert fake.aborts == []
-        group.cancel_scope.cancel()
-    assert [rid.startswith("first") for rid in fake.aborts] == [True]
-
-
-async def test_an_abort_that_is_not_answered_does_not_hold_up_the_caller(fake: FakeSGLang) -> None:
-    async def never(request: web.Request) -> web.Response:
-        fake.was_aborted.set()
-        await anyio.sleep_forever()
-        raise AssertionError
-
-    app = web.Application()
-    app.router.add_post("/generate", fake.generate)
-    app.router.add_post("/abort_request", never)
-    async with listening(app) as address, SGLangEngine(address) as engine:
-        started = anyio.current_time()
-        await _hang_up(engine, fake)
-    assert anyio.current_time() - started < 5
 
 
 # --- the probe -----------------------------------------------------------------------------------------------------

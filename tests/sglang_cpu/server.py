@@ -38,7 +38,7 @@ _ENVIRONMENT = {
 _FLAGS = (
     "--device cpu --host 127.0.0.1 --disable-overlap-schedule --attention-backend torch_native"
     " --sampling-backend pytorch --cuda-graph-backend-decode disabled --cuda-graph-backend-prefill disabled"
-    " --mem-fraction-static 0.1 --max-total-tokens 16384 --skip-server-warmup --grammar-backend none"
+    " --mem-fraction-static 0.1 --max-total-tokens 16384 --skip-server-warmup --sleep-on-idle --grammar-backend none"
     f" --served-model-name tiny --context-length {CONTEXT_LENGTH}"
 ).split()
 
