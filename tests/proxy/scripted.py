@@ -91,15 +91,17 @@ async def serving(
             yield proxy, session, http
 
 
+def request_bytes(session: Session, body: object) -> bytes:
+    data = json.dumps(body).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nx-api-key: {session.key}\r\nContent-Length: {len(data)}\r\n\r\n"
+    return head.encode() + data
+
+
 async def raw_post(proxy: Proxy, session: Session, body: object) -> anyio.abc.SocketStream:
     """A connection on which `body` was posted: for clients that hang up when they please."""
     host, _, port = proxy.url.removeprefix("http://").partition(":")
     stream = await anyio.connect_tcp(host, int(port))
-    data = json.dumps(body).encode()
-    head = (
-        f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.key}\r\nContent-Length: {len(data)}\r\n\r\n"
-    )
-    await stream.send(head.encode() + data)
+    await stream.send(request_bytes(session, body))
     return stream
 
 

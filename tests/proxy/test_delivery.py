@@ -17,11 +17,25 @@ from polar_plugin.proxy.server import Proxy, ProxyConfig
 from polar_plugin.proxy.session import Session
 from polar_plugin.records import ChatRequest, Delivery
 
-from .scripted import CHAT, HELLO, STREAM, Scripted, forever, raw_post, receive_until, say, serving, skim_until, until
+from .scripted import (
+    CHAT,
+    HELLO,
+    STREAM,
+    Scripted,
+    forever,
+    raw_post,
+    receive_until,
+    request_bytes,
+    say,
+    serving,
+    skim_until,
+    until,
+)
 
 pytestmark = pytest.mark.anyio
 
 streamed_and_whole = pytest.mark.parametrize("body", [HELLO, STREAM], ids=["whole", "streamed"])
+END = {True: b"[DONE]\n\n", False: b'"total_tokens":11}}'}
 HASTY = ProxyConfig(header_grace_seconds=0, keepalive_seconds=0.01)
 
 
@@ -107,9 +121,7 @@ def post_and_keep(proxy: Proxy, session: Session, body: object) -> socket.socket
     """A client whose socket can be closed without a turn of the event loop."""
     host, _, port = proxy.url.removeprefix("http://").partition(":")
     client = socket.create_connection((host, int(port)))
-    data = json.dumps(body).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nx-api-key: {session.key}\r\nContent-Length: {len(data)}\r\n\r\n"
-    client.sendall(head.encode() + data)
+    client.sendall(request_bytes(session, body))
     return client
 
 
@@ -151,25 +163,44 @@ async def test_an_answer_is_delivered_once_its_last_byte_has_left() -> None:
 
 
 @streamed_and_whole
+async def test_delivered_means_that_no_byte_is_left_in_this_process(body: dict[str, Any]) -> None:
+    """A client sends requests and reads nothing, until the kernel takes no more of the small replies."""
+    async with serving(Scripted([say("x" * (40 << 10))])) as (proxy, session, _):
+        with post_and_keep(proxy, session, body) as client:
+            client.sendall(request_bytes(session, body) * 399)
+            stuck = 0
+            with anyio.fail_after(30):
+                while stuck < 50 and len(session.completions) < 400:
+                    await anyio.lowlevel.checkpoint()
+                    stuck = stuck + 1 if Delivery.PENDING in session.delivery.values() else 0
+            delivered = list(session.delivery.values()).count(Delivery.DELIVERED)
+            assert 0 < delivered < 400
+            read_until(client, END[body is STREAM], times=delivered)  # while the event loop, so the proxy, stands still
+
+
+@streamed_and_whole
 async def test_case_127_a_client_that_closes_right_after_the_end_has_its_answer(body: dict[str, Any]) -> None:
-    end = b"[DONE]\n\n" if body is STREAM else b'"total_tokens":11}}'
     async with serving(Scripted()) as (proxy, session, _):
         for number in range(1, 21):
             client = await anyio.to_thread.run_sync(post_and_keep, proxy, session, body)
-            await anyio.to_thread.run_sync(read_and_close, client, end)
+            await anyio.to_thread.run_sync(read_and_close, client, END[body is STREAM])
             await until(lambda: session.delivery.get(f"c{number}") is not Delivery.PENDING)  # noqa: B023
         assert set(session.delivery.values()) == {Delivery.DELIVERED}
         assert session.counts["hangups"] == 0
 
 
 def read_and_close(client: socket.socket, end: bytes) -> None:
+    with client:
+        read_until(client, end)
+
+
+def read_until(client: socket.socket, end: bytes, times: int = 1) -> None:
     client.settimeout(5)
     got = b""
-    with client:
-        while end not in got:
-            piece = client.recv(65536)
-            assert piece, f"the connection ended early: {got!r}"
-            got += piece
+    while got.count(end) < times:
+        piece = client.recv(1 << 20)
+        assert piece, f"the connection ended early: {got[-200:]!r}"
+        got += piece
 
 
 async def test_a_client_that_stops_at_the_finish_reason_has_its_answer() -> None:

@@ -18,7 +18,7 @@ import zstandard
 from polar_plugin.errors import ConfigError
 from polar_plugin.proxy.server import Proxy, ProxyConfig
 
-from .scripted import CHAT, HELLO, Scripted, forever, say, serving
+from .scripted import CHAT, HELLO, Scripted, forever, request_bytes, say, serving
 
 pytestmark = pytest.mark.anyio
 
@@ -215,6 +215,15 @@ async def test_a_large_body_is_refused_as_sent_as_streamed_and_as_decoded() -> N
                 assert (await error_of(response))[0] == 413
         async with http.post(CHAT, json=HELLO) as response:
             assert response.status == 200
+
+
+async def test_a_body_announced_as_too_large_is_refused_before_it_is_sent() -> None:
+    async with serving(Scripted(), ProxyConfig(max_body_bytes=4000)) as (proxy, session, _):
+        head = request_bytes(session, {}).replace(b"Content-Length: 2", b"Content-Length: 4001")
+        async with await anyio.connect_tcp("127.0.0.1", int(proxy.url.rpartition(":")[2])) as stream:
+            await stream.send(head[:-2])
+            with anyio.fail_after(5):
+                assert b"413" in await stream.receive()
 
 
 async def test_case_116_lone_surrogates_nuls_and_long_lines_reach_the_engine_and_come_back() -> None:
