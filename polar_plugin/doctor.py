@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from . import plugins
 from .config import RolloutConfig
 from .engine.base import Renderer
-from .engine.probes import extension_report
+from .engine.render import extension_report
 from .errors import PolarError, SandboxError
 from .records import ChatRequest, Completion, RuntimeSpec
 from .runtimes.base import Runtime
@@ -79,9 +79,9 @@ def _vocabulary(service: RolloutService) -> list[Finding]:
 
 def _renderer(renderer: Renderer, config: RolloutConfig) -> list[Finding]:
     findings = [Finding("ok", "renderer", f"{renderer.name} (history: {config.renderer.history})")]
-    for name, ok, detail in extension_report(renderer):
-        remedy = "" if ok else "turns of this kind are rendered in full and break the chain; try another renderer.kind"
-        findings.append(Finding("ok" if ok else "warn", f"renderer: {name}", detail, remedy))
+    for check in extension_report(cast("Any", renderer)):
+        remedy = "" if check.ok else "turns of this kind break the chain (counted); try another renderer.kind"
+        findings.append(Finding("ok" if check.ok else "warn", f"renderer: {check.name}", check.detail, remedy))
     return findings
 
 
@@ -134,7 +134,7 @@ async def _reaches_nothing_else(
     service: RolloutService, spec: RuntimeSpec, runtime: Runtime
 ) -> AsyncGenerator[Finding]:
     engine = urlsplit(service.config.engine.url or "")
-    places = {"a public address": _ELSEWHERE}
+    places: dict[str, tuple[str, int]] = {"a public address": _ELSEWHERE}
     if engine.hostname:
         places["the engine"] = (engine.hostname, engine.port or 80)
     for name, (host, port) in places.items():

@@ -29,7 +29,7 @@ from .placeholders import fill
 from .records import Attempt, Trace, Trajectory, token_ids
 from .service import RolloutService
 from .slime_args import SlimeArgs
-from .slime_samples import SampleLike
+from .slime_types import SampleLike
 
 TOLERANCE = 1e-4
 """Largest difference, in nats, between a recorded and a recomputed log-probability that counts as exact."""

@@ -252,8 +252,9 @@ class _Run:
     @staticmethod
     def _write_end(recorder: Recorder, trajectory: Trajectory) -> None:
         session = trajectory.session
-        for completion_id, delivery in (session.delivery if session else {}).items():
-            recorder.delivery(completion_id, delivery)
+        if session:
+            for completion_id, delivery in session.delivery.items():
+                recorder.delivery(completion_id, delivery)
         recorder.end(
             End(
                 status=trajectory.status,
