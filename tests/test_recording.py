@@ -159,11 +159,8 @@ def long_session(turns: int, words: str = "word " * 40) -> CompletionSession:
 # --- the way there and back ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
-@settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None, max_examples=60
-)
-@given(session=sessions())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
+@given(suffix=st.sampled_from(SUFFIXES), session=sessions())
 def test_a_session_comes_back_as_it_was(suffix: str, session: CompletionSession, tmp_path: Path) -> None:
     path = tmp_path / f"session.{suffix}"
     record(path, session)
