@@ -190,7 +190,8 @@ def _clear(repo: PurePosixPath, targets: Sequence[str]) -> str:
     for parent in sorted(above):
         name = shlex.quote(str(parent))
         script += f"if [ -L {name} ] || [ ! -d {name} ]; then rm -f -- {name}; else chmod u+rwx {name}; fi\n"
-    return f"set -e\n{script}rm -rf -- {shlex.join(targets)}\n"
+    names = shlex.join(targets)
+    return f"set -e\n{script}chmod -R u+rwX -- {names} 2>/dev/null || true\nrm -rf -- {names}\n"
 
 
 def _expected(given: Mapping[str, str] | str) -> dict[str, str]:
