@@ -252,6 +252,8 @@ class Scheduler:
     def _sample(self, sequence: _Running, logits: Tensor) -> None:
         request, done = sequence.request, len(sequence.logprobs)
         logprobs = log_distribution(logits, request.sampling.temperature).cpu()
+        if logprobs.isnan().any():
+            raise EngineError(f"log-probabilities are not numbers: the weights of version {self.version!r} are broken")
         token = request.forced[done] if request.forced else draw(logprobs, request.sampling, sequence.generator)
         sequence.add(token, float(logprobs[token]), self.version)
         if token in request.stop_ids or (request.forced and done + 1 == len(request.forced)):

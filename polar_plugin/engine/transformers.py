@@ -1,7 +1,6 @@
 """The embedded engine: any Hugging Face causal LM, in this process, on the CPU. Small models, exact log-probabilities.
 
-One worker thread owns the model; calls reach it as commands that run between two tokens, so nothing is locked and the
-event loop never computes.
+One worker thread owns the model, so the event loop never computes; calls of many sessions share its forward passes.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -9,18 +8,13 @@ event loop never computes.
 from __future__ import annotations
 
 import asyncio
-import queue
-import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-import anyio
-import anyio.to_thread
 import numpy as np
 import torch
 from torch import Tensor
@@ -31,9 +25,8 @@ from ..errors import EngineError
 from ..records import Generation, LogProbs, SamplingParams, TokenIds, VersionSpan, log_probs, token_ids
 from .base import EngineInfo
 from .scheduler import PauseMode, Request, Sampled, Scheduler
+from .worker import Worker
 
-T = TypeVar("T")
-Command = Callable[[Scheduler], None]
 _PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
 
 
@@ -83,23 +76,15 @@ class TransformersEngine:
             "cache_tokens": cache_tokens,
             "seed": seed,
         }
-        self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
-        self._worker: threading.Thread | None = None
-        self._model: PreTrainedModel | None = None
+        self._worker = Worker()
 
     async def __aenter__(self) -> TransformersEngine:
-        ready: Future[None] = Future()
-        self._worker = threading.Thread(target=self._work, args=(ready,), name="polar-engine", daemon=True)
-        self._worker.start()
-        await asyncio.wrap_future(ready)
+        self._worker = Worker()
+        await self._worker.start(self._build)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        self._inbox.put(None)
-        if self._worker is not None:
-            with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(self._worker.join)
-        self._worker = None
+        await self._worker.stop()
 
     @property
     def tokenizer(self) -> Any:
@@ -109,19 +94,19 @@ class TransformersEngine:
     @property
     def info(self) -> EngineInfo:
         """Known once the engine is open."""
-        config = self._opened.config.get_text_config()
+        config = self._model.config.get_text_config()
         longest = int(getattr(config, "max_position_embeddings", 0) or 2**31 - 1)
-        name = type(self._opened).__name__ if isinstance(self._source, PreTrainedModel) else Path(self._source).name
-        return EngineInfo(name, min(self._context_length or longest, longest), self._version)
+        name = type(self._model).__name__ if isinstance(self._source, PreTrainedModel) else Path(self._source).name
+        return EngineInfo(name, min(self._context_length or longest, longest), self._worker.scheduler.version)
 
     @property
     def vocab_size(self) -> int:
-        return int(self._opened.get_input_embeddings().num_embeddings)  # pyright: ignore[reportArgumentType]
+        return int(self._model.get_input_embeddings().num_embeddings)  # pyright: ignore[reportArgumentType]
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """What the model itself calls its end: used for scripted replies, and where a caller names no stop id."""
-        generation, config = self._opened.generation_config, self._opened.config.get_text_config()
+        generation, config = self._model.generation_config, self._model.config.get_text_config()
         eos = getattr(generation, "eos_token_id", None)
         eos = config.eos_token_id if eos is None else eos
         return () if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
@@ -138,7 +123,7 @@ class TransformersEngine:
         output = sampled.generation.output_ids
         scored = (await self.score(np.concatenate([prompt, output])))[len(prompt) - 1 :]
         off = float(np.abs(scored - sampled.generation.logprobs).max())
-        if not off <= _PROBE_TOLERANCE.get(str(self._opened.dtype).removeprefix("torch."), 1e-3):
+        if not off <= _PROBE_TOLERANCE.get(str(self._model.dtype).removeprefix("torch."), 1e-3):
             raise EngineError(
                 f"{self.info.model}: log-probabilities of sampled tokens are off by {off:.2g} from a full forward pass;"
                 " the embedded engine cannot run this architecture exactly. Serve it with SGLang or vLLM"
@@ -219,7 +204,7 @@ class TransformersEngine:
             None if forced is None else tuple(self._checked(forced)),
         )
         future: Future[Sampled] = Future()
-        self._send(lambda scheduler: scheduler.submit(request, future))
+        self._worker.send(lambda scheduler: scheduler.submit(request, future))
         return await asyncio.wrap_future(future)
 
     async def score(self, ids: TokenIds | Sequence[int], temperature: float = 1.0) -> LogProbs:
@@ -228,41 +213,37 @@ class TransformersEngine:
         It shares no attention code with sampling, so it proves what sampling recorded.
         """
         checked = self._checked(ids)
-        return await self._call(lambda scheduler: scheduler.score(checked, temperature))
+        return await self._worker.call(lambda scheduler: scheduler.score(checked, temperature))
 
     async def load_weights(self, state: Mapping[str, Tensor], version: str) -> None:
         """Replace all weights between two tokens; calls that run go on under `version`, their context recomputed.
 
         A tied weight may be named once. Raises EngineError, nothing changed, where names or shapes do not fit.
         """
-        await self._call(lambda scheduler: scheduler.load_weights(state, version))
-        self._version = version
+        await self._worker.call(lambda scheduler: scheduler.load_weights(state, version))
 
     async def set_version(self, version: str) -> None:
         """Name the weights anew without changing them."""
-        await self._call(lambda scheduler: setattr(scheduler, "version", version))
-        self._version = version
+        await self._worker.call(lambda scheduler: setattr(scheduler, "version", version))
 
     async def abort(self, prefix: str = "") -> int:
         """End the calls whose request id starts with `prefix` (all without one); returns how many."""
-        return await self._call(lambda scheduler: scheduler.abort(lambda rid: rid.startswith(prefix)))
+        return await self._worker.call(lambda scheduler: scheduler.abort(lambda rid: rid.startswith(prefix)))
 
     async def progress(self) -> dict[str, int]:
         """How many tokens each call that runs or waits has sampled so far, by request id."""
-        return await self._call(lambda scheduler: scheduler.progress())
+        return await self._worker.call(lambda scheduler: scheduler.progress())
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         """Sample nothing until `resume`. What runs is ended ("abort"), recomputed ("retract") or kept ("in_place")."""
-        await self._call(lambda scheduler: scheduler.pause(mode))
+        await self._worker.call(lambda scheduler: scheduler.pause(mode))
 
     async def resume(self) -> None:
-        await self._call(lambda scheduler: scheduler.resume())
+        await self._worker.call(lambda scheduler: scheduler.resume())
 
     @property
-    def _opened(self) -> PreTrainedModel:
-        if self._model is None:
-            raise EngineError("the embedded engine is not open: use it inside `async with TransformersEngine(...)`")
-        return self._model
+    def _model(self) -> PreTrainedModel:
+        return self._worker.scheduler.model
 
     def _checked(self, ids: TokenIds | Sequence[int]) -> tuple[int, ...]:
         checked = tuple(int(i) for i in ids)
@@ -286,42 +267,20 @@ class TransformersEngine:
         text = self._script(session_id, turn, str(tokenizer.decode(list(map(int, prompt_ids)))))
         return None if text is None else (*tokenizer.encode(text, add_special_tokens=False), ends[0])
 
-    def _send(self, command: Command) -> None:
-        if self._worker is None or not self._worker.is_alive():
-            raise EngineError("the embedded engine is not open: use it inside `async with TransformersEngine(...)`")
-        self._inbox.put(command)
-
-    async def _call(self, work: Callable[[Scheduler], T]) -> T:
-        future: Future[T] = Future()
-        self._send(partial(_execute, work, future))
-        return await asyncio.wrap_future(future)
-
-    def _work(self, ready: Future[None]) -> None:
-        try:
-            scheduler = self._open()
-        except EngineError as error:
-            ready.set_exception(error)
-        except Exception as error:
-            failure = EngineError(
-                f"cannot load {self._source if isinstance(self._source, str | Path) else 'the model'}: {error}"
-            )
-            failure.__cause__ = error
-            ready.set_exception(failure)
-        else:
-            ready.set_result(None)
-            _serve(scheduler, self._inbox)
-
-    def _open(self) -> Scheduler:
+    def _build(self) -> Scheduler:
         if self._threads is not None:
             torch.set_num_threads(self._threads)
-        if isinstance(self._source, PreTrainedModel):
-            self._model = self._source
-        else:
-            with _no_progress_bar():
-                self._model = AutoModelForCausalLM.from_pretrained(self._source, dtype=getattr(torch, self._dtype))
+        model = self._source if isinstance(self._source, PreTrainedModel) else self._load(self._source)
+        return Scheduler(model, tokenizer=self._tokenizer, version=self._version, **self._limits)
+
+    def _load(self, directory: str | Path) -> PreTrainedModel:
+        try:
             if self._tokenizer is None:
-                self._tokenizer = AutoTokenizer.from_pretrained(self._source)
-        return Scheduler(self._model, tokenizer=self._tokenizer, version=self._version, **self._limits)
+                self._tokenizer = AutoTokenizer.from_pretrained(directory)
+            with _no_progress_bar():
+                return AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, self._dtype))
+        except (OSError, ValueError, RuntimeError, AttributeError) as error:
+            raise EngineError(f"cannot load a causal LM in {self._dtype} from {directory}: {error}") from error
 
 
 @contextmanager
@@ -333,34 +292,6 @@ def _no_progress_bar() -> Generator[None]:
     finally:
         if shown:
             transformers_logging.enable_progress_bar()
-
-
-def _serve(scheduler: Scheduler, inbox: queue.SimpleQueue[Command | None]) -> None:
-    """Commands first, then a step; until None comes. A step that breaks ends the calls in it, not the engine."""
-    while True:
-        try:
-            command = inbox.get(block=scheduler.idle)
-        except queue.Empty:
-            try:
-                scheduler.step()
-            except Exception as error:
-                failure = EngineError(f"the embedded engine's forward pass failed: {error}")
-                failure.__cause__ = error
-                scheduler.fail(failure)
-            continue
-        if command is None:
-            break
-        command(scheduler)
-    scheduler.close()
-
-
-def _execute(work: Callable[[Scheduler], T], future: Future[T], scheduler: Scheduler) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        future.set_result(work(scheduler))
-    except Exception as error:
-        future.set_exception(error)
 
 
 def _remaining(sampling: SamplingParams, done: int) -> SamplingParams:

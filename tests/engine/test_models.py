@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import anyio
 import numpy as np
 import pytest
 
+from polar_plugin.engine.gguf_file import read_gguf
 from polar_plugin.engine.models import resolve_model
 from polar_plugin.engine.transformers import TransformersEngine
 from polar_plugin.errors import ConfigError
@@ -176,3 +179,52 @@ async def test_smollm2_is_downloaded_converted_and_answers_exactly(smollm2: Path
     assert engine.tokenizer.decode(generation.output_ids.tolist()) == "The capital of France is Paris.<|im_end|>"
     assert np.abs(scored[len(prompt) - 1 :] - generation.logprobs).max() <= 1e-4
     assert len(engine.tokenizer.encode("12345")) == 5
+
+
+def gguf(kind: int, data: bytes, shape: tuple[int, ...]) -> bytes:
+    """A GGUF file with a few fields and one tensor called "w"."""
+
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value.encode())) + value.encode()
+
+    fields = text("name") + struct.pack("<I", 8) + text("日本")
+    fields += text("list") + struct.pack("<IIQii", 9, 5, 2, -1, 7)
+    fields += text("eps") + struct.pack("<If", 6, 0.5)
+    info = text("w") + struct.pack("<I", len(shape)) + struct.pack(f"<{len(shape)}Q", *shape[::-1])
+    head = b"GGUF" + struct.pack("<IQQ", 3, 1, 3) + fields + info + struct.pack("<IQ", kind, 0)
+    return head + bytes(-len(head) % 32) + data
+
+
+def half(value: float) -> bytes:
+    return np.float16(value).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "shape", "expected"),
+    [
+        (0, np.arange(6, dtype=np.float32).tobytes(), (2, 3), np.arange(6)),
+        (1, np.arange(6, dtype=np.float16).tobytes(), (2, 3), np.arange(6)),
+        (3, half(0.5) + half(-2) + bytes(i | (15 - i) << 4 for i in range(16)), (1, 32), None),
+        (8, half(0.25) + np.arange(-16, 16, dtype=np.int8).tobytes(), (1, 32), np.arange(-16, 16) * 0.25),
+    ],
+    ids=["f32", "f16", "q4_1", "q8_0"],
+)
+def test_gguf_tensors_are_dequantised(
+    tmp_path: Path, kind: int, data: bytes, shape: tuple[int, int], expected: Any
+) -> None:
+    if expected is None:
+        expected = np.array([*range(16), *range(15, -1, -1)]) * 0.5 - 2
+    (tmp_path / "f").write_bytes(gguf(kind, data, shape))
+    read = read_gguf(tmp_path / "f")
+    assert read.metadata == {"name": "日本", "list": [-1, 7], "eps": 0.5}
+    assert read.tensors["w"].dtype == np.float32
+    assert read.tensors["w"].tolist() == np.asarray(expected, np.float32).reshape(shape).tolist()
+
+
+def test_a_gguf_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(gguf(14, b"", (1, 256)))
+    with pytest.raises(ConfigError, match="tensor w has type 14"):
+        read_gguf(tmp_path / "f")
+    (tmp_path / "f").write_bytes(b"GGML" + bytes(100))
+    with pytest.raises(ConfigError, match="no GGUF file"):
+        read_gguf(tmp_path / "f")

@@ -469,3 +469,28 @@ async def test_a_scripted_turn_is_cut_by_max_tokens_like_a_sampled_one(tiny: Pat
     async with TransformersEngine(tiny, threads=1, script=lambda *_: "word " * 50) as engine:
         generation = await generate(engine, prompt(10), max_tokens=7)
         assert (len(generation.output_ids), generation.finish_reason) == (7, FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_broken_weights_end_calls_with_an_error_and_not_the_engine(
+    engine: TransformersEngine, tiny: Path, temperature: float
+) -> None:
+    model: Any = await anyio.to_thread.run_sync(AutoModelForCausalLM.from_pretrained, tiny)
+    good = model.state_dict()
+    await engine.load_weights({name: torch.full_like(w, float("nan")) for name, w in good.items()}, "broken")
+    with pytest.raises(EngineError, match="version 'broken' are broken"):
+        await generate(engine, prompt(5), temperature=temperature)
+    await engine.load_weights(good, "mended")
+    assert len((await generate(engine, prompt(5))).output_ids) == 16
+
+
+async def test_an_engine_can_be_opened_again_and_a_model_is_given_back_as_it_was(tiny: Path) -> None:
+    model: Any = await anyio.to_thread.run_sync(AutoModelForCausalLM.from_pretrained, tiny)
+    engine = TransformersEngine(model, threads=1)
+    outputs: list[list[int]] = []
+    for _ in range(2):
+        async with engine:
+            outputs.append((await generate(engine, prompt(9), seed=1)).output_ids.tolist())
+        with torch.inference_mode():
+            assert model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, 484)
+    assert outputs[0] == outputs[1]
