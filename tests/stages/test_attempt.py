@@ -387,6 +387,12 @@ async def test_an_error_inside_a_task_group_keeps_its_name() -> None:
     assert told(trajectory) == (Status.INFRA_ERROR, "evaluation", "SandboxError")
 
 
+async def test_a_failure_with_nothing_to_build_or_grade_does_not_wait_for_the_graders() -> None:
+    world = World(steps={"agent.start": raising(SandboxError("no image"))})
+    trajectory = await run(world, sessions=MemorySessions(world, EMPTY, calls=0))
+    assert "postrun_queued" not in trajectory.timings
+
+
 # --- prepare
 
 
