@@ -7,6 +7,7 @@ How it ends. The first row that applies counts; a later failure of the infrastru
 |-----------------------------------------------------------------|-------------|-----------------|--------|--------|
 | `Batch.abort` (the session is kept, its tokens counted)         | ABORTED     | aborted         | no     | no     |
 | a sandbox failed, or anything raised that is not the agent's    | INFRA_ERROR | the class       | yes    | no     |
+| HarnessError (or another error with `infrastructure` False)     | FAILED      | the class       | yes    | no     |
 | a budget other than the agent's ran out                         | INFRA_ERROR | STAGE_timeout   | yes    | no     |
 | the program did not come back after its deadline                | INFRA_ERROR | agent_overran   | yes    | no     |
 | no model call within `first_call`, or within the agent's budget | INFRA_ERROR | no_first_call   | -      | no     |
@@ -29,20 +30,20 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import cast
 
 import anyio
 import anyio.to_thread
 
-from ..errors import EvaluationError, PolarError
+from ..errors import ConfigError, EvaluationError, PolarError
 from ..evaluators.base import Finished
 from ..harnesses.base import Launch
 from ..records import Attempt, CompletionSession, Evaluation, Failure, Status, Trace, Trajectory
 from ..runtimes.base import ExecResult, Runtime
-from .parts import Budgets, OpenSession, Parts, Sessions, Stages
+from .parts import Budgets, Observer, OpenSession, Parts, Sessions, Stages
 from .prepare import prepare
 from .stage import Stage, closing, failure_of
 from .verdict import Ended, infrastructure, verdict
@@ -50,8 +51,8 @@ from .verdict import Ended, infrastructure, verdict
 __all__ = ["Budgets", "OpenSession", "Parts", "Script", "Sessions", "Stages", "rewarded", "run_attempt"]
 
 _log = logging.getLogger("polar_plugin.stages")
-_LARGE = 20_000
-"""Recorded tokens from which building takes longer than an event loop should stand still."""
+_LARGE = 200_000
+"""Recorded tokens (a prompt counts each time) from which building is worth a thread: some 2 ms of work."""
 
 
 async def run_attempt(
@@ -111,7 +112,6 @@ class Script:
         self._stages = stages
         self._budgets = budgets
         self._so_far = _SoFar()
-        self._in_postrun = False
 
     async def run(self) -> Trajectory:
         """Run to the end; see `run_attempt`."""
@@ -120,8 +120,8 @@ class Script:
             with self._blamed():
                 async with self._slot(self._stages.live, "queued"):
                     await self._sandboxed()
-            if not self._in_postrun:
-                await self._postrun(self._fresh_runtime)
+            with self._blamed():
+                await self._postrun()
         finally:
             self._so_far.timings["total"] = anyio.current_time() - started
             self.state = "done"
@@ -142,11 +142,9 @@ class Script:
     async def _sandboxed(self) -> None:
         self.state = "init"
         runtime = self._parts.runtime("agent")
-        async with self._closing(runtime, "agent's sandbox"):
+        async with self._closing(runtime):
             with self._blamed():  # here, so that the blame does not fall on the closing
                 await self._recorded(runtime)
-            if not self.attempt.task.evaluator.refresh_runtime:
-                await self._postrun(lambda: _lent(runtime))
 
     async def _recorded(self, runtime: Runtime) -> None:
         async with self._sessions.open(self.attempt) as session:
@@ -155,7 +153,8 @@ class Script:
             finally:
                 self._so_far.session = session.seal()
         if self._so_far.status.gradable:
-            await self._extract(runtime)
+            with self._timed("extract", self._budgets.evaluation):
+                self._so_far.artifact = await self._parts.evaluator.extract(runtime)
 
     async def _agent(self, runtime: Runtime, session: OpenSession) -> None:
         async with self._slot(self._stages.init, "queued"):
@@ -169,6 +168,8 @@ class Script:
     async def _initialised(self, runtime: Runtime, session: OpenSession) -> Launch:
         await runtime.start()
         await prepare(runtime, self.attempt.task.runtime.prepare)
+        if isinstance(self._parts.evaluator, Observer):
+            await self._parts.evaluator.before(runtime)
         launch = self._parts.harness.launch(self._parts.launch_context(runtime, session.key))
         for path, content in launch.files.items():
             await runtime.upload(content, path)
@@ -208,27 +209,17 @@ class Script:
         ended = Ended(result, launch.ok_exit_codes, sealed, session.calls, last_error)
         self._so_far.status, self._so_far.failure = verdict(ended)
 
-    async def _extract(self, runtime: Runtime) -> None:
-        """Graded in the agent's own sandbox, the workspace itself is what is graded: nothing is taken out."""
-        if not self.attempt.task.evaluator.refresh_runtime:
-            self._so_far.artifact = b""
-            return
-        with self._timed("extract", self._budgets.evaluation):
-            self._so_far.artifact = await self._parts.evaluator.extract(runtime)
-
     # --- POSTRUN
 
-    async def _postrun(self, open_runtime: Callable[[], AbstractAsyncContextManager[Runtime]]) -> None:
+    async def _postrun(self) -> None:
         """Build what was recorded, also where it is only for inspection; grade what was extracted."""
-        self._in_postrun = True
         session, artifact = self._so_far.session, self._so_far.artifact
         if session is None or not (session.completions or artifact is not None):
             return
-        with self._blamed():
-            async with self._slot(self._stages.postrun, "postrun_queued"):
-                await self._build(session)
-                if artifact is not None:
-                    await self._evaluate(session, artifact, open_runtime)
+        async with self._slot(self._stages.postrun, "postrun_queued"):
+            await self._build(session)
+            if artifact is not None:
+                await self._evaluate(session, artifact)
 
     async def _build(self, session: CompletionSession) -> None:
         with self._timed("build", self._budgets.build):
@@ -244,15 +235,10 @@ class Script:
             self._parts.check(traces, session)
         return traces, self._parts.count(session, traces)
 
-    async def _evaluate(
-        self,
-        session: CompletionSession,
-        artifact: bytes,
-        open_runtime: Callable[[], AbstractAsyncContextManager[Runtime]],
-    ) -> None:
+    async def _evaluate(self, session: CompletionSession, artifact: bytes) -> None:
         so_far = self._so_far
         env = self.attempt.task.evaluator.env
-        finished = Finished(self.attempt, so_far.status, so_far.exit_code, session, artifact, open_runtime, env)
+        finished = Finished(self.attempt, so_far.status, so_far.exit_code, session, artifact, self._fresh_runtime, env)
         with self._timed("evaluation", self._budgets.evaluation):
             evaluation = await self._parts.evaluator.evaluate(finished)
             so_far.traces = rewarded(so_far.traces, evaluation)
@@ -260,6 +246,10 @@ class Script:
 
     @asynccontextmanager
     async def _fresh_runtime(self) -> AsyncGenerator[Runtime]:
+        if not self.attempt.task.evaluator.refresh_runtime:
+            raise ConfigError(
+                "evaluator.refresh_runtime: grading in the agent's own sandbox is not offered; write true"
+            )
         runtime = self._parts.runtime("evaluation")
         spec = self.attempt.task.runtime
         name = f"evaluation sandbox of {self.attempt.session_id}"
@@ -279,12 +269,12 @@ class Script:
             yield
 
     @asynccontextmanager
-    async def _closing(self, runtime: Runtime, name: str) -> AsyncGenerator[None]:
+    async def _closing(self, runtime: Runtime) -> AsyncGenerator[None]:
         async def close() -> None:
             with self._timed("close", None):
                 await runtime.stop()
 
-        name = f"{name} of {self.attempt.session_id}"
+        name = f"sandbox of {self.attempt.session_id}"
         async with closing(close, grace=self._budgets.cleanup, name=name, counts=self._so_far.counts):
             yield
 
@@ -330,12 +320,6 @@ async def _expect_call(session: OpenSession, scope: anyio.CancelScope, seconds: 
     with anyio.move_on_after(seconds):
         return await session.first_call()
     scope.cancel()
-
-
-@asynccontextmanager
-async def _lent(runtime: Runtime) -> AsyncGenerator[Runtime]:
-    """The agent's own sandbox, which stays open behind the block."""
-    yield runtime
 
 
 def _alone(error: Exception) -> Exception:

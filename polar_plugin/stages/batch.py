@@ -65,7 +65,7 @@ class Batch:
         self._admission = anyio.CapacityLimiter(admitted)
         self._entries: dict[str, _Entry] = {}
         self.counts: Counter[str] = Counter()
-        """`admitted`, `retries`, and how many ended in each status."""
+        """`admitted`, and how many ended in each status."""
 
     @property
     def states(self) -> dict[str, str]:
@@ -151,7 +151,6 @@ class Batch:
             trajectory = await self._executed(entry)
             if not _retriable(trajectory):
                 return trajectory
-            self.counts["retries"] += 1
             entry.lost.update(_lost(trajectory))
             _log.warning("attempt %s: %s; running it again", entry.attempt.session_id, trajectory.failure)
         return await self._executed(entry)

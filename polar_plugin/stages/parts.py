@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ..evaluators.base import Evaluator
 from ..harnesses.base import Harness, LaunchContext
@@ -78,6 +78,15 @@ class Sessions(Protocol):
 
         In memory: entering and leaving wait for nothing outside, as no budget covers them.
         """
+        ...
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """An evaluator that must see the agent's sandbox before the agent does: the commit it starts from, say."""
+
+    async def before(self, runtime: Runtime) -> None:
+        """Called in INIT, after the prepare actions and before the harness's files are there. Raises SandboxError."""
         ...
 
 

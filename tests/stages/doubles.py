@@ -15,7 +15,7 @@ from pathlib import Path
 import anyio
 import anyio.lowlevel
 
-from polar_plugin.evaluators.base import Finished
+from polar_plugin.evaluators.base import Evaluator, Finished
 from polar_plugin.harnesses.base import Launch, LaunchContext
 from polar_plugin.merge.builders import PrefixMerging
 from polar_plugin.merge.traces import counts
@@ -199,6 +199,9 @@ class MemoryEvaluator:
     evaluation: Evaluation = field(default_factory=lambda: Evaluation(1.0))
     finished: list[Finished] = field(default_factory=list[Finished])
 
+    async def before(self, runtime: object) -> None:
+        await self.world.at("before")
+
     async def extract(self, runtime: object) -> bytes:
         await self.world.at("extract")
         return b"patch"
@@ -224,7 +227,7 @@ def running(stages: Stages) -> list[int]:
     return [stage.running for stage in (stages.live, stages.init, stages.run, stages.postrun)]
 
 
-def parts(world: World, evaluator: MemoryEvaluator | None = None, **replaced: object) -> Parts:
+def parts(world: World, evaluator: Evaluator | None = None, **replaced: object) -> Parts:
     def context(runtime: object, key: str) -> LaunchContext:
         return LaunchContext(AgentSpec("shell"), "i", "http://x", key, 1000, 100, "/workspace", "/home")
 

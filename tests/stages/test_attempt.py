@@ -18,6 +18,8 @@ from polar_plugin.errors import (
     MergeError,
     SandboxError,
 )
+from polar_plugin.evaluators.base import Evaluator
+from polar_plugin.evaluators.session_completed import SessionCompleted
 from polar_plugin.records import (
     CompletionSession,
     Evaluation,
@@ -63,7 +65,7 @@ async def run(
     *,
     budgets: Budgets = BUDGETS,
     sessions: MemorySessions | None = None,
-    grader: MemoryEvaluator | None = None,
+    grader: Evaluator | None = None,
     made_of: dict[str, Any] | None = None,
     **task: object,
 ) -> Trajectory:
@@ -104,7 +106,7 @@ async def test_a_good_attempt_is_built_graded_and_rewarded_in_this_order() -> No
     assert trajectory.exit_code == 0
     assert trajectory.counts["sampled_tokens"] == trajectory.counts["trained_tokens"] == 2
     assert world.seen == [
-        "session.open", "agent.start", "agent.upload", "agent.exec", "extract", "agent.stop",
+        "session.open", "agent.start", "before", "agent.upload", "agent.exec", "extract", "agent.stop",
         "evaluate", "evaluation.start", "evaluation.exec", "evaluation.stop",
     ]  # fmt: skip
 
@@ -161,15 +163,23 @@ async def test_the_evaluators_fresh_sandbox_replays_prepare_unless_it_has_its_ow
     assert [each["command"] for each in world.execs] == ["agent's", ("agent",), "its own", "tests"]
 
 
-async def test_without_refresh_the_agents_own_sandbox_is_graded_before_it_closes() -> None:
+async def test_the_evaluator_looks_at_the_sandbox_between_prepare_and_the_harnesss_files() -> None:
     world = World()
-    evaluator = MemoryEvaluator(world)
-    trajectory = await run(world, grader=evaluator, evaluator=EvaluatorSpec(refresh_runtime=False))
-    assert trajectory.reward == 1.0
-    assert evaluator.finished[0].artifact == b""
-    assert world.seen == [
-        "session.open", "agent.start", "agent.upload", "agent.exec", "evaluate", "agent.exec", "agent.stop",
-    ]  # fmt: skip
+    action = PrepareAction("exec", command="git clone")
+    await run(world, runtime=RuntimeSpec(prepare=(action,)))
+    assert world.seen[1:5] == ["agent.start", "agent.exec", "before", "agent.upload"]
+
+
+async def test_an_evaluator_that_needs_no_look_beforehand_need_not_offer_one() -> None:
+    trajectory = await run(World(), grader=SessionCompleted())
+    assert (trajectory.status, trajectory.reward) == (Status.COMPLETED, 1.0)
+
+
+async def test_grading_in_the_agents_own_sandbox_is_refused_not_ignored() -> None:
+    trajectory = await run(World(), evaluator=EvaluatorSpec(refresh_runtime=False))
+    assert told(trajectory) == (Status.INFRA_ERROR, "evaluation", "ConfigError")
+    assert trajectory.failure is not None
+    assert "evaluator.refresh_runtime" in trajectory.failure.message
 
 
 # --- the agent's own doing: graded as it stands
@@ -239,6 +249,7 @@ async def test_a_harness_error_is_the_agents_failure() -> None:
         ("agent.start", SandboxError("no image"), "init", 1),
         ("agent.start", ValueError("a bug"), "init", 1),
         ("agent.upload", SandboxError("disk full"), "init", 1),
+        ("before", SandboxError("gone"), "init", 1),
         ("agent.exec", SandboxError("gone"), "agent", 1),
         ("agent.exec", EngineError("down"), "agent", 1),
         ("extract", SandboxError("gone"), "extract", 1),
@@ -374,6 +385,12 @@ async def test_an_error_inside_a_task_group_keeps_its_name() -> None:
     group = ExceptionGroup("group", [ExceptionGroup("inner", [SandboxError("gone")])])
     trajectory = await run(World(steps={"evaluate": raising(group)}))
     assert told(trajectory) == (Status.INFRA_ERROR, "evaluation", "SandboxError")
+
+
+async def test_a_failure_with_nothing_to_build_or_grade_does_not_wait_for_the_graders() -> None:
+    world = World(steps={"agent.start": raising(SandboxError("no image"))})
+    trajectory = await run(world, sessions=MemorySessions(world, EMPTY, calls=0))
+    assert "postrun_queued" not in trajectory.timings
 
 
 # --- prepare

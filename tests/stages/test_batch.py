@@ -257,7 +257,7 @@ async def test_case_129_an_infrastructure_error_is_run_again_in_a_new_sandbox_an
     assert (only.status, only.reward) == (Status.COMPLETED, 1.0)
     assert [session.key for session in sessions.opened] == ["key0", "key1", "key2"]
     assert world.opened == world.closed == [0, 1, 2, 3]
-    assert batch.counts["retries"] == only.counts["retries"] == 2
+    assert only.counts["retries"] == 2
     assert only.counts["retried_tokens"] == 2 * 2
 
 
@@ -277,6 +277,19 @@ async def test_what_the_policy_did_is_never_run_again(result: ExecResult) -> Non
     world = World(result=result)
     await outcomes(Batch(scripts(world), admitted=1, retries=5), [attempt()])
     assert world.seen.count("agent.exec") == 1
+
+
+async def test_a_try_that_cannot_be_started_shows_nothing_of_the_one_before() -> None:
+    world = World(steps={"agent.exec": raising(SandboxError("gone"))})
+    starts = iter([scripts(world)])
+
+    def start(one: Attempt) -> Script:
+        return next(starts, None)(one)  # type: ignore[misc]
+
+    (only,) = await outcomes(Batch(start, admitted=1, retries=1), [attempt()])
+    assert only.failure is not None
+    assert (only.failure.boundary, only.failure.kind) == ("batch", "TypeError")
+    assert (only.session, only.traces, only.counts) == (None, (), {"retries": 1, "retried_tokens": 2})
 
 
 @pytest.mark.parametrize("error", [ConfigError("x"), MergeError("x")])
