@@ -109,7 +109,6 @@ class RolloutService:
                 self.counts.update(trajectory.counts)
                 if on_done:
                     on_done(trajectory)
-        self.counts.update(batch.counts)
         return [done[attempt.session_id] for attempt in attempts]
 
     def paused(self) -> AbstractAsyncContextManager[None]:
@@ -209,9 +208,14 @@ class _Run:
         directory = self._service.config.recording.directory
         if directory is None:
             return await self._script.run()
-        with Recorder(self._path(directory), self._header()) as self._recorder:
-            trajectory = await self._script.run()
-            self._write_end(self._recorder, trajectory)
+        with Recorder(self._path(directory), self._header()) as recorder:
+            self._recorder = recorder
+            try:
+                trajectory = await self._script.run()
+            except BaseException:  # cancelled: the recording tells that it was, and so does the Trajectory
+                recorder.end(End(status=Status.ABORTED))
+                raise
+            self._write_end(recorder, trajectory)
         return trajectory
 
     @asynccontextmanager

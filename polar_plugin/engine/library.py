@@ -47,7 +47,7 @@ class LibraryRenderer:
                 f"renderer.kind: {family!r} does not fit this tokenizer ({error}); use auto or template"
             ) from error
         ends: list[int] = self._library.get_stop_token_ids()
-        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([*ends, *tokenizer.stop_ids]))
+        self.stop_ids = tuple(int(token) for token in dict.fromkeys([*ends, *tokenizer.stop_ids]))
         self.vocab_size = tokenizer.vocab_size
         start = tokenizer.special.get("<|start|>")
         self._edges = np.array([*ends, *([] if start is None else [start])], np.int32)

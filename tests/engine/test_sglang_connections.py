@@ -91,7 +91,7 @@ async def test_an_engine_that_is_not_there_yet_is_waited_for(fake: FakeSGLang) -
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", port).start()
         with anyio.fail_after(20):
-            while not calls:  # noqa: ASYNC110  (bounded; the call itself is what is waited for)
+            while not calls:
                 await anyio.sleep(0.01)
         group.cancel_scope.cancel()
     await runner.cleanup()

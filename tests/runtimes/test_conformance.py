@@ -1,7 +1,5 @@
 """What every runtime does, in one body: run for each way of isolation there is."""
 
-# ruff: noqa: ASYNC110, ASYNC240 - a test waits for other processes by looking, and may block
-
 from __future__ import annotations
 
 import os

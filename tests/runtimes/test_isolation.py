@@ -1,6 +1,6 @@
 """What an agent in the local sandbox cannot do, and the one peer it can reach."""
 
-# ruff: noqa: ASYNC110, ASYNC240, SIM117 - a test waits for other processes by looking, and may block
+# ruff: noqa: SIM117 - a test waits for other processes by looking, and may block
 
 from __future__ import annotations
 
