@@ -216,6 +216,22 @@ def test_the_file_grows_with_what_is_new_not_with_the_history(suffix: str, tmp_p
         assert (len(last["prompt_delta"]), len(last["request"]["messages_delta"])) == (30, 2)
 
 
+def test_what_equality_overlooks_is_kept_wire_ids_and_the_spelling_of_schemas(tmp_path: Path) -> None:
+    first, second = long_session(2).completions
+    echo = replace(first.reply, tool_calls=tuple(replace(call, id="toolu_0") for call in first.reply.tool_calls))
+    result = replace(second.request.messages[-1], tool_call_id="toolu_0")
+    schema = {"minimum": 1, "maximum": 2}
+    first = replace(first, request=replace(first.request, tools=(Tool("t", "", schema),)))
+    for spelled in ({"minimum": True, "maximum": 2}, {"maximum": 2, "minimum": 1}, {"minimum": 1.0, "maximum": 2}):
+        request = replace(
+            second.request, messages=(*first.request.messages, echo, result), tools=(Tool("t", "", spelled),)
+        )
+        assert (echo, request.tools) == (first.reply, first.request.tools)
+        session = CompletionSession("s", (first, replace(second, request=request)))
+        record(tmp_path / "s.jsonl", session)
+        assert plain(load(tmp_path / "s.jsonl").session) == plain(session)
+
+
 def test_the_lines_are_as_documented(tmp_path: Path) -> None:
     record(tmp_path / "s.jsonl", long_session(2))
     session, first, second, end = map(json.loads, (tmp_path / "s.jsonl").read_text().splitlines())

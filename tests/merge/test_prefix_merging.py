@@ -382,6 +382,18 @@ def test_an_answer_that_the_harness_got_and_asked_for_again_is_dropped_unless_to
     assert [trained(trace) for trace in parallel] == [[2, 3], [4, 6]]
 
 
+def test_other_prompts_of_the_same_length_are_other_questions() -> None:
+    ledger = Ledger()
+    a = ledger.say([1], [2], at=0)
+    ledger.say([1, 2, 3], [4], after=a, at=2)
+    ledger.say([1, 2, 7], [8, 9], after=a, at=4, delivered=False)
+    b = ledger.say([1, 2, 5], [6], after=a, at=6)
+    ledger.say([1, 2, 5, 6, 7], [8], after=b, at=8)
+    assert [trained(trace) for trace in merged(ledger)] == [[2, 6, 8], [4]]
+    told = merged_counts(ledger)
+    assert (told["untrained_undelivered"], told.get("untrained_superseded", 0)) == (2, 0)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
