@@ -20,15 +20,22 @@ LAYERS: list[tuple[int, tuple[str, ...]]] = [
         1,
         (
             "config", "placeholders", "plugins", "rewards",
-            "proxy.codec", "proxy.fields", "proxy.sse", "proxy.openai_chat",
-            "engine.base", "engine.render", "engine.template", "engine.toolcalls", "engine.history", "engine.buffer",
+            "proxy.codec", "proxy.fields", "proxy.sse", "proxy.openai_chat", "proxy.openai_chat_request",
+            "engine.base", "engine.render", "engine.template", "engine.library", "engine.toolcalls", "engine.chat",
+            "engine.probes", "engine.tokenizer", "engine.history", "engine.buffer",
             "merge", "harnesses", "runtimes.base", "evaluators.base",
         ),
     ),
     (2, ("recording", "engine", "proxy", "runtimes", "evaluators", "stages.stage", "stages.batch")),
     (3, ("stages",)),
     (4, ("service",)),
-    (5, ("slime_rollout", "slime_samples", "verl_rollout", "quickstart", "doctor", "cli", "__main__")),
+    (
+        5,
+        (
+            "slime_rollout", "slime_samples", "slime_args", "slime_evaluation", "slime_metrics", "slime_service",
+            "slime_types", "quickstart", "doctor", "cli", "__main__",
+        ),
+    ),
 ]  # fmt: skip
 TRAINERS = {"slime", "verl", "ray"}
 PURE_LIBRARIES = {"numpy", "orjson", "pydantic", "yaml", "jinja2", "renderers", "transformers", "tokenizers"}
