@@ -70,10 +70,10 @@ class RolloutService:
 
     async def __aenter__(self) -> RolloutService:
         async with AsyncExitStack() as stack:
-            engine = self._given_engine or await anyio.to_thread.run_sync(make_engine, self.config)
+            renderer = self._given_renderer or await anyio.to_thread.run_sync(make_renderer, self.config)
+            engine = self._given_engine or make_engine(self.config, vocab_size=renderer.vocab_size)
             self.engine = await stack.enter_async_context(engine)
             self.info = await self.engine.probe()
-            renderer = self._given_renderer or await anyio.to_thread.run_sync(make_renderer, self.config)
             length = min(self.config.engine.context_length or self.info.context_length, self.info.context_length)
             self.policy = Policy(self.engine, renderer, self.config.sampling.params(), length)
             sockets = stack.enter_context(tempfile.TemporaryDirectory(prefix="polar-"))
@@ -91,7 +91,7 @@ class RolloutService:
     ) -> list[Trajectory]:
         """Run attempts side by side; exactly one Trajectory each, in input order. `on_done` sees each as it ends.
 
-        Raises ConfigError, before anything starts, where a task names what does not exist.
+        Raises ConfigError, before anything starts, where a task names what does not exist or cannot be.
         """
         parts = {attempt.session_id: self._parts(attempt) for attempt in attempts}
         send, receive = anyio.create_memory_object_stream[Trajectory](0)
@@ -118,6 +118,10 @@ class RolloutService:
     def _parts(self, attempt: Attempt) -> Parts:
         """What the attempt's task names."""
         task = attempt.task
+        if not task.evaluator.refresh_runtime and task.evaluator.strategy == "test_on_output":
+            raise ConfigError(
+                "task.evaluator.refresh_runtime: test_on_output grades in a fresh sandbox only; set it to true"
+            )
         harness = plugins.create(task.agent.plugin, plugins.HARNESSES, "harness", {})
         evaluator = plugins.create(task.evaluator.strategy, plugins.EVALUATORS, "evaluator", task.evaluator.config)
         builder = plugins.create(task.builder.strategy, plugins.BUILDERS, "builder", task.builder.config)
@@ -270,17 +274,16 @@ class _Run:
         )
 
 
-def make_engine(config: RolloutConfig) -> Engine:
-    """The engine that `config.engine` names, not yet entered. Raises ConfigError."""
+def make_engine(config: RolloutConfig, *, vocab_size: int) -> Engine:
+    """The engine that `config.engine` names, not yet entered; no id from `vocab_size` on is sent. Raises ConfigError."""
     engine = config.engine
     options: dict[str, Any] = dict(engine.options)
     if engine.kind in ("sglang", "vllm"):
         if not engine.url:
             raise ConfigError(f"engine.url is not set: the {engine.kind} engine needs the address of its server")
-        options["url"] = engine.url
+        options = {"url": engine.url, "vocab_size": vocab_size, "context_length": engine.context_length, **options}
     if engine.kind == "transformers":
-        options["model"] = model_directory(config)
-        options.setdefault("context_length", engine.context_length)
+        options = {"context_length": engine.context_length, **options, "model": model_directory(config)}
     elif engine.model is not None:
         options["model"] = engine.model
     return cast("Engine", plugins.create(engine.kind, plugins.ENGINES, "engine", options))

@@ -47,8 +47,8 @@ class LibraryRenderer:
                 f"renderer.kind: {family!r} does not fit this tokenizer ({error}); use auto or template"
             ) from error
         ends: list[int] = self._library.get_stop_token_ids()
-        ids: list[int] = [*ends, *tokenizer.stop_ids]
-        self.stop_ids = tuple(sorted(set(ids), key=ids.index))
+        told: list[int] = [*ends, *tokenizer.stop_ids]
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(told))
         self.vocab_size = tokenizer.vocab_size
         start = tokenizer.special.get("<|start|>")
         self._edges = np.array([*ends, *([] if start is None else [start])], np.int32)

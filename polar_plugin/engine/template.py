@@ -65,10 +65,8 @@ class TemplateRenderer:
         self._thinks = _thinks(reasoning_parser, self._template)
         self._closes_itself, closers = self._find_closers()
         self._closer = re.compile("|".join(map(re.escape, closers))) if closers else None
-        self.stop_ids = tuple(
-            int(token)
-            for token in dict.fromkeys([*(tokenizer.special[closer] for closer in closers), *tokenizer.stop_ids])
-        )
+        told: list[int] = [*(tokenizer.special[closer] for closer in closers), *tokenizer.stop_ids]
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(told))
         self.vocab_size = tokenizer.vocab_size
         self._proved: dict[Kind, BreakReason | None] = {}
 

@@ -32,7 +32,8 @@ class Tokenizer:
         self.vocab_size = vocab_size or len(hf)
         self.special = _special_tokens(hf)
         eos = hf.eos_token_id
-        self.stop_ids = tuple(dict.fromkeys([*([] if eos is None else [int(eos)]), *(int(i) for i in stop_ids)]))
+        told: list[int] = [*([] if eos is None else [int(eos)]), *stop_ids]
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(told))
         if self.decode(self.encode("a b")).strip() != "a b":
             raise ConfigError(
                 "tokenizer: text does not survive encode and decode ('a b' comes back as "

@@ -65,8 +65,7 @@ def ask(messages: list) -> dict:
     )
     with urllib.request.urlopen(request, timeout=600) as response:
         reply = joined(response) if stream else json.load(response)["choices"][0]["message"]
-    kept = {"role": "assistant", "content": reply.get("content")}
-    return {**kept, "tool_calls": reply["tool_calls"]} if reply.get("tool_calls") else kept
+    return {"role": "assistant", **{key: reply.get(key) for key in ("content", "tool_calls") if key in reply}}
 
 
 def joined(lines) -> dict:
