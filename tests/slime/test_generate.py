@@ -204,6 +204,13 @@ def test_a_trace_whose_prompt_alone_is_too_long_is_dropped_and_counted() -> None
     assert output.metrics["rollout/session/dropped/over_long_tokens"] == 4
 
 
+def test_a_trace_that_trains_nothing_is_dropped_and_counted() -> None:
+    output = rollout(lambda attempt: trajectory(attempt, 1.0, [trace(0, context=3), trace(4)]), size=1)
+    assert sum(only(output).loss_mask) == 4
+    assert output.metrics is not None
+    assert output.metrics["rollout/session/dropped/untrained_traces"] == 1
+
+
 def test_a_graded_session_with_nothing_left_to_train_still_votes() -> None:
     def outcome(attempt: Attempt) -> Trajectory:
         return trajectory(attempt, 1.0, [trace(4, prompt=20 if attempt.index == 0 else 3)])
