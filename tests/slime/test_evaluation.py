@@ -36,6 +36,7 @@ def test_failures_count_as_zero_and_sessions_have_one_vote(tmp_path: Path) -> No
     told = output.data["held_out"]
     assert (told["rewards"], told["truncated"]) == ([1.0, 0.0, 0.0, 1.0], [False] * 4)
     assert [sample.group_index for sample in told["samples"]] == [0, 0, 0, 0, 1, 1, 1]
+    assert [sample.index for sample in told["samples"]] == [0, 0, 0, 1, 2, 3, 3]
     assert output.metrics is not None
     assert output.metrics["eval/held_out/session/pass@1"] == 0.5
     assert output.metrics["eval/held_out/session/pass@2"] == 1.0

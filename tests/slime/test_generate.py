@@ -10,7 +10,7 @@ import pytest
 
 from polar_plugin import slime_rollout
 from polar_plugin.errors import ConfigError, MergeError, PolarError
-from polar_plugin.records import Attempt, FinishReason, Role, Status, Trajectory, log_probs
+from polar_plugin.records import Attempt, FinishReason, Role, Status, Trajectory, VersionSpan, log_probs, mask
 from polar_plugin.slime_args import SlimeArgs
 from polar_plugin.slime_types import SampleLike, SampleStatus, TrainOutput
 
@@ -179,14 +179,18 @@ def test_a_session_that_cannot_be_graded_or_was_never_sampled_is_excluded(reward
     assert output.samples[0][0][0].metadata["polar"]["excluded"] == reason
 
 
-def test_an_over_long_trace_is_cut_to_what_a_micro_batch_takes() -> None:
-    output = rollout(
-        lambda a: trajectory(a, 1.0, [trace(9, prompt=3)]), size=1, max_tokens_per_gpu=4, context_parallel_size=2
+def test_an_over_long_trace_keeps_its_first_tokens_as_recorded() -> None:
+    recorded = replace(
+        trace(9, prompt=3),
+        loss_mask=mask([1, 0, 1, 1, 0, 1, 1, 1, 1]),
+        response_logprobs=log_probs([-0.25, 0, -0.5, -1, 0, -2, -2, -2, -2]),
+        versions=(VersionSpan("1", 2), VersionSpan("2", 4), VersionSpan("3", 3)),
     )
+    output = rollout(lambda a: trajectory(a, 1.0, [recorded]), size=1, max_tokens_per_gpu=4, context_parallel_size=2)
     sample = only(output)
-    assert (len(sample.tokens), sample.response_length, sample.loss_mask) == (8, 5, [1] * 5)
-    assert (sample.status, sample.reward) == (SampleStatus.TRUNCATED, 1.0)
-    assert sample.weight_versions == ["7"]
+    assert (sample.tokens, sample.response_length) == ([10, 11, 12, 13, 14, 15, 16, 17], 5)
+    assert (sample.loss_mask, sample.rollout_log_probs) == ([1, 0, 1, 1, 0], [-0.25, 0.0, -0.5, -1.0, 0.0])
+    assert (sample.status, sample.reward, sample.weight_versions) == (SampleStatus.TRUNCATED, 1.0, ["1", "2"])
     assert output.metrics is not None
     assert output.metrics["rollout/session/dropped/over_long_tokens"] == 4
 
@@ -198,6 +202,13 @@ def test_a_trace_whose_prompt_alone_is_too_long_is_dropped_and_counted() -> None
     assert output.metrics is not None
     assert output.metrics["rollout/session/dropped/over_long_traces"] == 1
     assert output.metrics["rollout/session/dropped/over_long_tokens"] == 4
+
+
+def test_a_trace_that_trains_nothing_is_dropped_and_counted() -> None:
+    output = rollout(lambda attempt: trajectory(attempt, 1.0, [trace(0, context=3), trace(4)]), size=1)
+    assert sum(only(output).loss_mask) == 4
+    assert output.metrics is not None
+    assert output.metrics["rollout/session/dropped/untrained_traces"] == 1
 
 
 def test_a_graded_session_with_nothing_left_to_train_still_votes() -> None:
