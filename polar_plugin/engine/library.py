@@ -10,11 +10,12 @@ from typing import Any, cast
 import numpy as np
 
 from ..errors import BadRequest, ConfigError
-from ..records import BreakReason, ChatRequest, Completion, JSONObject, Message, TokenIds, Tool
+from ..records import BreakReason, ChatRequest, Completion, JSONObject, Message, TokenIds, Tool, token_ids
 from . import probes
 from .base import Parsed
-from .chat import Shape, as_json, named
-from .template import History
+from .chat import Shape, shaped
+from .probes import Kind, kind_of
+from .template import KINDS_KEPT, History
 from .tokenizer import Tokenizer, scrub
 from .toolcalls import UNREADABLE, gather, tool_json, tool_parser
 
@@ -24,9 +25,10 @@ _TAGS = ("<tool_call>", "<think>", "</think>")
 
 
 class LibraryRenderer:
-    """A family of the `renderers` package. See `engine.base.Renderer` for the contract of its methods."""
+    """A family of the `renderers` package. See `engine.base.Renderer` for the contract of its methods.
 
-    notes: tuple[str, ...] = ()
+    `notes` says what the format could not say and how it is said instead.
+    """
 
     def __init__(
         self,
@@ -41,23 +43,31 @@ class LibraryRenderer:
         self.tokenizer = tokenizer
         self.history = history
         try:
-            self._library = _create(tokenizer, family, history, options)
+            self._library = create_family(tokenizer, family, history, options)
         except REFUSALS as error:
             raise ConfigError(
                 f"renderer.kind: {family!r} does not fit this tokenizer ({error}); use auto or template"
             ) from error
         ends: list[int] = self._library.get_stop_token_ids()
-        told: list[int] = [*ends, *tokenizer.stop_ids]
-        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(told))
+        stop_ids: list[int] = [*ends, *tokenizer.stop_ids]
+        self.stop_ids = tuple(dict.fromkeys(stop_ids))
         self.vocab_size = tokenizer.vocab_size
         start = tokenizer.special.get("<|start|>")
         self._edges = np.array([*ends, *([] if start is None else [start])], np.int32)
         self._foreign_ends = frozenset(tokenizer.stop_ids) - frozenset(ends)
+        self._proved: dict[tuple[Kind, int | None], BreakReason | None] = {}
+        self.shape = Shape()
         self._needs_whole_prompt = not self._looks_at_the_end_only()
+        if not self._says_system_later():
+            self.shape = Shape(mid_system=False)
+            self._proved.clear()
+        self.notes = self.shape.notes
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> TokenIds:
         try:
-            ids = self._library.render_ids(library_json(messages), tools=_tools(tools), add_generation_prompt=True)
+            ids = self._library.render_ids(
+                library_json(messages, self.shape), tools=_tools(tools), add_generation_prompt=True
+            )
         except UNREADABLE as error:
             raise BadRequest(f"the {self.name} format cannot say this conversation: {error}") from error
         return self.tokenizer.checked(ids)
@@ -67,8 +77,28 @@ class LibraryRenderer:
     ) -> TokenIds | BreakReason:
         if not new:
             return BreakReason.BOUNDARY_UNKNOWN
+        output = parent.generation.output_ids
+        ending = int(output[-1]) if len(output) and int(output[-1]) in self.stop_ids else None
+        reason = self.why_not(parent.reply, new, bool(tools), ending)
+        return self._extension(parent, new, tools) if reason is None else reason
+
+    def why_not(
+        self, reply: Message, new: Sequence[Message], tools: bool, ending: int | None = None
+    ) -> BreakReason | None:
+        """Why an extension of this kind is not made; None where it was shown to be the end of the full render.
+
+        `ending`: the stop id that the sampled turn ends with, None where it was cut.
+        """
+        key = (kind_of(reply, new, tools), ending)
+        if key not in self._proved:
+            if len(self._proved) >= KINDS_KEPT:
+                return BreakReason.BOUNDARY_UNKNOWN
+            self._proved[key] = self._prove(*key)
+        return self._proved[key]
+
+    def _extension(self, parent: Completion, new: Sequence[Message], tools: Sequence[Tool]) -> TokenIds | BreakReason:
         output: list[int] = parent.generation.output_ids.tolist()
-        messages = library_json([parent.reply, *new])[1:]
+        messages = library_json([parent.reply, *new], self.shape)[1:]
         tail = self._bridge(self._end_of(parent.prompt_ids), output, messages, tools)
         if tail is None and output and output[-1] in self.stop_ids:
             # the library refuses a turn that ended inside its reasoning; behind an end token nothing depends on that
@@ -101,6 +131,33 @@ class LibraryRenderer:
     def encode(self, text: str) -> TokenIds:
         """Ids of plain text: what a model that says `text` would have sampled, without an end token."""
         return self.tokenizer.checked(self.tokenizer.encode(text))
+
+    def _prove(self, kind: Kind, ending: int | None) -> BreakReason | None:
+        """Compare the library's extensions of a kind with its own full renders, over several histories."""
+        tools = probes.TOOLS if kind.tools else ()
+        output = token_ids([*self.encode("Words.").tolist(), *([] if ending is None else [ending])])
+        seen = 0
+        for history, reply in probes.cases(kind):
+            new = probes.new(kind, reply)
+            try:
+                prompt, full = self.render(history, tools), self.render([*history, reply, *new], tools)
+            except BadRequest:
+                continue
+            delta = self._extension(probes.parent(history, reply, prompt, output, tools), new, tools)
+            if isinstance(delta, BreakReason):
+                return delta
+            said = self.decode(delta)
+            if any(message.content.split()[0] not in said for message in new):
+                return BreakReason.BOUNDARY_UNKNOWN
+            if probes.closing(full, delta, self.stop_ids, self.encode("</think>")) is None:
+                return BreakReason.BOUNDARY_UNKNOWN
+            seen += 1
+        return None if seen > 1 else BreakReason.BOUNDARY_UNKNOWN
+
+    def _says_system_later(self) -> bool:
+        kinds = (Kind(0, roles, False) for roles in (("system", "user"), ("system",)))
+        reasons = (self._prove(kind, ending) for kind in kinds for ending in (None, *self.stop_ids))
+        return any(reason is not BreakReason.BOUNDARY_UNKNOWN for reason in reasons)
 
     def _turn(self, output_ids: TokenIds) -> list[int]:
         """Sampled ids up to an end token that the library does not know as one."""
@@ -142,7 +199,7 @@ class LibraryRenderer:
         long = Message("user", "<think> " * 700)
         for kind in probes.REPORTED.values():
             history, reply = list(probes.cases(kind))[-1]
-            new = library_json([reply, *probes.new(kind, reply)])[1:]
+            new = library_json([reply, *probes.new(kind, reply)], self.shape)[1:]
             try:
                 prompt = self.render([long, *history], probes.TOOLS if kind.tools else ())
             except BadRequest:
@@ -153,7 +210,8 @@ class LibraryRenderer:
         return True
 
 
-def _create(tokenizer: Tokenizer, family: str, history: History, options: Mapping[str, Any] | None) -> Any:
+def create_family(tokenizer: Tokenizer, family: str, history: History, options: Mapping[str, Any] | None) -> Any:
+    """The library's own renderer; raises one of REFUSALS where the tokenizer is not of the family."""
     from renderers import base, configs
 
     retention = "all" if history == "sampled" else None
@@ -165,9 +223,9 @@ def _create(tokenizer: Tokenizer, family: str, history: History, options: Mappin
 # --- messages as the library takes them -------------------------------------------------------------------------------
 
 
-def library_json(messages: Sequence[Message]) -> list[JSONObject]:
+def library_json(messages: Sequence[Message], shape: Shape) -> list[JSONObject]:
     """Messages as `renderers` takes them: OpenAI's form, arguments as objects, results with their function's name."""
-    return [_scrubbed(as_json(message, Shape())) for message in named(messages)]
+    return [_scrubbed(message) for message in shaped(messages, (), shape)]
 
 
 def _tools(tools: Sequence[Tool]) -> Any:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, cast
 
-from ..records import Message, Tool, ToolCall
+import numpy as np
+
+from ..records import ChatRequest, Completion, FinishReason, Generation, Message, TokenIds, Tool, ToolCall, log_probs
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +81,34 @@ def new(kind: Kind, reply: Message) -> list[Message]:
         Message(cast("Any", role), _WORDS[index % len(_WORDS)], tool_call_id=next(ids, "") if role == "tool" else "")
         for index, role in enumerate(kind.roles)
     ]
+
+
+def kind_of(reply: Message, messages: Sequence[Message], tools: bool) -> Kind:
+    """The kind of a real extension."""
+    runs = ((role, sum(1 for _ in run)) for role, run in groupby(message.role for message in messages))
+    roles = tuple(role for role, length in runs for _ in range(min(length, 2)))
+    return Kind(min(len(reply.tool_calls), 2), roles, tools)
+
+
+def parent(
+    history: Sequence[Message], reply: Message, prompt: TokenIds, output: TokenIds, tools: Sequence[Tool]
+) -> Completion:
+    """A completion that sampled `output` after `prompt`."""
+    request = ChatRequest((*history,), (*tools,))
+    generation = Generation(output, log_probs(np.zeros(len(output))), FinishReason.STOP)
+    return Completion("probe", request, prompt, generation, reply, request.sampling, 0.0, 0.0)
+
+
+def closing(full: TokenIds, delta: TokenIds, stop_ids: Sequence[int], think_end: TokenIds) -> int | None:
+    """How many tokens of `delta` only close an unfinished turn, the rest being the end of `full`; None where it is not.
+
+    A turn that was cut is closed by an end token, inside reasoning by its end too: a full render may do without.
+    """
+    allowed = {*stop_ids, *think_end.tolist()}
+    for size in range(min(len(think_end) + 3, len(delta))):
+        rest = delta[size:]
+        if len(rest) <= len(full) and np.array_equal(full[len(full) - len(rest) :], rest):
+            return size
+        if int(delta[size]) not in allowed:
+            break
+    return None

@@ -9,7 +9,7 @@ model's own chat template says (compared token for token over probe conversation
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,20 +17,10 @@ import numpy as np
 import orjson
 
 from ..errors import BadRequest, ConfigError
-from ..records import (
-    BreakReason,
-    ChatRequest,
-    Completion,
-    FinishReason,
-    Generation,
-    Message,
-    TokenIds,
-    Tool,
-    log_probs,
-)
+from ..records import BreakReason, ChatRequest, Completion, Message, TokenIds, Tool, token_ids
 from . import probes
-from .chat import TEMPLATE_ERRORS
-from .library import REFUSALS, LibraryRenderer, library_json
+from .chat import TEMPLATE_ERRORS, Shape
+from .library import REFUSALS, LibraryRenderer, create_family, library_json
 from .probes import Kind
 from .template import History, TemplateRenderer
 from .tokenizer import Tokenizer, load_tokenizer
@@ -128,27 +118,36 @@ def _detect(
     known = MODEL_RENDERER_MAP.get(model_name)
     for family in [known] if known else [name for name in _families() if name != "gpt-oss"]:  # it loads files
         try:
-            renderer = LibraryRenderer(tokenizer, family, history=history, options=options)
-        except ConfigError:
+            library = create_family(tokenizer, family, history, options)
+        except REFUSALS:
             continue
-        if _agrees(renderer, options) if tokenizer.chat_template else known:
-            return renderer
+        if _agrees(library, tokenizer, options or {}) if tokenizer.chat_template else known:
+            return LibraryRenderer(tokenizer, family, history=history, options=options)
     return None
 
 
-def _agrees(renderer: LibraryRenderer, options: Mapping[str, Any] | None) -> bool:
-    """Whether the family's ids are the chat template's, over every probe conversation that both can say."""
+def _agrees(library: Any, tokenizer: Tokenizer, options: Mapping[str, Any]) -> bool:
+    """Whether the family's ids are the chat template's over the probe conversations.
+
+    What neither can say does not count; what only one of them can say is a difference.
+    """
     seen = 0
     for messages, tools in _conversations():
-        theirs = _template_ids(renderer.tokenizer, messages, tools, options or {})
-        try:
-            ours = renderer.render(messages, tools).tolist()
-        except (BadRequest, *REFUSALS):
-            ours = None
+        said = library_json(messages, Shape())
+        definitions = tool_json(tools)
+        theirs = _ids(tokenizer.prompt, said, definitions, options)
+        ours = _ids(library.render_ids, said, tools=definitions or None, add_generation_prompt=True)
         if ours != theirs:
             return False
         seen += ours is not None
     return seen > len(probes.PLAIN)
+
+
+def _ids(render: Callable[..., list[int]], *args: Any, **kwargs: Any) -> list[int] | None:
+    try:
+        return render(*args, **kwargs)
+    except (*TEMPLATE_ERRORS, *REFUSALS):
+        return None
 
 
 def _conversations() -> Iterator[tuple[Sequence[Message], Sequence[Tool]]]:
@@ -159,34 +158,15 @@ def _conversations() -> Iterator[tuple[Sequence[Message], Sequence[Tool]]]:
         yield history, probes.TOOLS
 
 
-def _template_ids(
-    tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Tool], options: Mapping[str, Any]
-) -> list[int] | None:
-    try:
-        return tokenizer.encode(tokenizer.apply(library_json(messages), tool_json(tools), True, options))
-    except TEMPLATE_ERRORS:
-        return None
-
-
 # --- the doctor's report ----------------------------------------------------------------------------------------------
 
 
 def _extends(renderer: LibraryRenderer | TemplateRenderer, name: str, kind: Kind) -> Check:
-    tools = probes.TOOLS if kind.tools else ()
-    for history, reply in probes.cases(kind):
-        new = probes.new(kind, reply)
-        try:
-            prompt = renderer.render(history, tools)
-            full = renderer.render([*history, reply, *new], tools)
-        except BadRequest:
-            continue
-        parent = _parent(history, reply, prompt, renderer.encode("Words."), tools)
-        tail = renderer.extend(parent, np.concatenate([prompt, parent.generation.output_ids]), new, tools)
-        if isinstance(tail, BreakReason):
-            return Check(name, False, f"not extended: {tail}")
-        if not np.array_equal(full[len(full) - len(tail) :], tail):
-            return Check(name, False, "the delta is not the end of the full render")
-    return Check(name, True, "the delta is the end of the full render")
+    reply = Message("assistant", "Words.", "", probes.calls(kind.calls))
+    endings = (None, *renderer.stop_ids)
+    reasons = [renderer.why_not(reply, probes.new(kind, reply), kind.tools, ending) for ending in endings]
+    shown = "the delta is the end of the full render"
+    return Check(name, None in reasons, shown if None in reasons else f"not extended: {reasons[0]}")
 
 
 def _describes_tools(renderer: LibraryRenderer | TemplateRenderer) -> Check:
@@ -206,22 +186,28 @@ def _parses_back(renderer: LibraryRenderer | TemplateRenderer, count: int) -> Ch
         full = renderer.render([*history, reply, *new], probes.TOOLS)
     except BadRequest as error:
         return Check(name, False, str(error))
-    tail = renderer.extend(_parent(history, reply, prompt, prompt[:1], probes.TOOLS), prompt, new, probes.TOOLS)
-    if isinstance(tail, BreakReason):
-        return Check(name, False, f"not extended: {tail}")
+    kept = _kept(renderer, probes.parent(history, reply, prompt, prompt[:1], probes.TOOLS), full, new)
+    if kept is None:
+        return Check(name, False, "its turn cannot be told from what follows")
     size = min(len(prompt), len(full))
     differing = np.flatnonzero(prompt[:size] != full[:size])
     begin = int(differing[0]) if len(differing) else size  # a template may write the end of its prompt otherwise later
-    said = full[begin : len(full) - len(tail)]
+    said = full[begin:kept]
     parsed = renderer.parse(said, ChatRequest((*history,), probes.TOOLS), prompt[:begin])
     wanted = [(call.name, orjson.loads(call.arguments)) for call in reply.tool_calls]
     got = [(call.name, orjson.loads(call.arguments)) for call in parsed.reply.tool_calls]
     return Check(name, got == wanted, "as written" if got == wanted else f"{renderer.decode(said)!r} reads as {got}")
 
 
-def _parent(
-    history: Sequence[Message], reply: Message, prompt: TokenIds, output: TokenIds, tools: Sequence[Tool]
-) -> Completion:
-    request = ChatRequest((*history,), (*tools,))
-    generation = Generation(output, log_probs([0.0] * len(output)), FinishReason.STOP)
-    return Completion("probe", request, prompt, generation, reply, request.sampling, 0.0, 0.0)
+def _kept(
+    renderer: LibraryRenderer | TemplateRenderer, cut: Completion, full: TokenIds, new: Sequence[Message]
+) -> int | None:
+    """Where the turn of `cut` ends in a full render that `new` follows."""
+    for ending in (None, *renderer.stop_ids):
+        output = cut.generation.output_ids.tolist() + ([] if ending is None else [ending])
+        parent = probes.parent(cut.request.messages, cut.reply, cut.prompt_ids, token_ids(output), probes.TOOLS)
+        delta = renderer.extend(parent, cut.prompt_ids, new, probes.TOOLS)
+        if not isinstance(delta, BreakReason):
+            size = probes.closing(full, delta, renderer.stop_ids, renderer.encode("</think>"))
+            return None if size is None else len(full) - len(delta) + size
+    return None

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
 from typing import Any, Literal
 
 from ..errors import BadRequest, ConfigError
@@ -19,7 +18,7 @@ from ..records import BreakReason, ChatRequest, Completion, JSONObject, Message,
 from . import probes
 from .base import Parsed
 from .chat import TEMPLATE_ERRORS, probe_shape, shaped
-from .probes import Kind
+from .probes import Kind, kind_of
 from .tokenizer import Tokenizer, scrub
 from .toolcalls import guess_tool_parser, split_reasoning, tool_json, tool_parser
 
@@ -27,7 +26,7 @@ History = Literal["sampled", "template"]
 _STUB_USER = Message("user", "stub")
 _MARK = "q7stub{}q"  # what stands for an assistant turn's words; looked for in the rendered text
 _STUB_TOOLS = (Tool("stub", "stub", {"type": "object", "properties": {}}),)
-_KINDS_KEPT = 512
+KINDS_KEPT = 512
 
 
 class TemplateRenderer:
@@ -65,8 +64,9 @@ class TemplateRenderer:
         self._thinks = _thinks(reasoning_parser, self._template)
         self._closes_itself, closers = self._find_closers()
         self._closer = re.compile("|".join(map(re.escape, closers))) if closers else None
-        told: list[int] = [*(tokenizer.special[closer] for closer in closers), *tokenizer.stop_ids]
-        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(told))
+        self.stop_ids: tuple[int, ...] = tuple(
+            dict.fromkeys([*(tokenizer.special[closer] for closer in closers), *tokenizer.stop_ids])
+        )
         self.vocab_size = tokenizer.vocab_size
         self._proved: dict[Kind, BreakReason | None] = {}
 
@@ -113,11 +113,13 @@ class TemplateRenderer:
         """Ids of plain text: what a model that says `text` would have sampled, without an end token."""
         return self.tokenizer.checked(self.tokenizer.encode(text))
 
-    def why_not(self, reply: Message, new: Sequence[Message], tools: bool) -> BreakReason | None:
-        """Why an extension of this kind is not made; None where it is proved."""
-        kind = _kind(reply, new, tools)
+    def why_not(
+        self, reply: Message, new: Sequence[Message], tools: bool, ending: int | None = None
+    ) -> BreakReason | None:
+        """Why an extension of this kind is not made; None where it is proved, for every `ending`."""
+        kind = kind_of(reply, new, tools)
         if kind not in self._proved:
-            if len(self._proved) >= _KINDS_KEPT:
+            if len(self._proved) >= KINDS_KEPT:
                 return BreakReason.BOUNDARY_UNKNOWN
             self._proved[kind] = self._prove(kind)
         return self._proved[kind]
@@ -281,9 +283,3 @@ def _words_end(text: str, calls: int) -> int | None:
     mark = _MARK.format(calls)
     at = text.find(mark)
     return None if at < 0 else at + len(mark)
-
-
-def _kind(reply: Message, new: Sequence[Message], tools: bool) -> Kind:
-    runs = ((role, sum(1 for _ in run)) for role, run in groupby(message.role for message in new))
-    roles = tuple(role for role, length in runs for _ in range(min(length, 2)))
-    return Kind(min(len(reply.tool_calls), 2), roles, tools)

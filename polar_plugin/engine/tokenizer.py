@@ -32,8 +32,8 @@ class Tokenizer:
         self.vocab_size = vocab_size or len(hf)
         self.special = _special_tokens(hf)
         eos = hf.eos_token_id
-        told: list[int] = [*([] if eos is None else [int(eos)]), *stop_ids]
-        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(told))
+        ends: list[int] = [*([] if eos is None else [int(eos)]), *stop_ids]
+        self.stop_ids = tuple(dict.fromkeys(ends))
         if self.decode(self.encode("a b")).strip() != "a b":
             raise ConfigError(
                 "tokenizer: text does not survive encode and decode ('a b' comes back as "
@@ -80,6 +80,12 @@ class Tokenizer:
         return self.hf.apply_chat_template(
             list(messages), tools=list(tools) or None, add_generation_prompt=prompt, tokenize=False, **options
         )
+
+    def prompt(
+        self, messages: Sequence[JSONObject], tools: Sequence[JSONObject], options: Mapping[str, Any]
+    ) -> list[int]:
+        """Ids of the chat template's text with the generation prompt."""
+        return self.encode(self.apply(messages, tools, True, options))
 
 
 def load_tokenizer(directory: str | Path, *, vocab_size: int | None = None, stop_ids: Sequence[int] = ()) -> Tokenizer:

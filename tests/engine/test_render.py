@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import functools
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
+from polar_plugin.engine.chat import named
 from polar_plugin.engine.library import LibraryRenderer
 from polar_plugin.engine.render import extension_report, load_renderer
 from polar_plugin.engine.template import TemplateRenderer
 from polar_plugin.engine.tokenizer import load_tokenizer
 from polar_plugin.errors import BadRequest, ConfigError
-from polar_plugin.records import BreakReason, ChatRequest, Message, TokenIds, Tool
+from polar_plugin.records import BreakReason, ChatRequest, Message, TokenIds, Tool, ToolCall
 from tests import tokenizers
 from tests.engine.conversations import (
     TOOLS,
@@ -284,6 +287,50 @@ def test_lone_surrogates_in_tools_and_arguments_do_not_crash(renderer: Renderer)
     call = weather("\\ud83d")
     text = renderer.decode(renderer.render([user("u"), assistant("", call), result("\ud83d", "c0")], (odd,)))
     assert "\ufffd" in text
+
+
+def test_the_name_of_a_results_function_is_found_by_its_call_id_or_its_place() -> None:
+    calls = (ToolCall("bash", "{}", "a"), ToolCall("get_weather", "{}", "b"))
+    by_id = named([assistant("", *calls), result("1", "b"), result("2", "a")])
+    assert [message.name for message in by_id[1:]] == ["get_weather", "bash"]
+    by_place = named([assistant("", *calls), result("1"), result("2"), result("3")])
+    assert [message.name for message in by_place[1:]] == ["bash", "get_weather", ""]
+
+
+ADDED = {
+    "glm-4.5": ["[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|observation|>", "<|system|>", "/nothink"],
+    "qwen3.5": [],
+}
+
+
+@pytest.mark.parametrize("family", ["glm-4.5", "qwen3.5"])
+def test_other_families_extend_as_their_own_full_renders(family: str) -> None:
+    """Formats with no end token, with an opened reasoning block, without late system messages."""
+    hf: Any = AutoTokenizer.from_pretrained(tokenizers.load("qwen3"))
+    tags = [f"<{slash}arg_{part}>" for part in ("key", "value") for slash in ("", "/")]
+    hf.add_tokens([*ADDED[family], *(tags if family.startswith("glm") else [])], special_tokens=True)
+    renderer = load_renderer(hf, kind=family)
+    assert [check for check in extension_report(renderer) if not check.ok] == []
+    if family == "qwen3.5":
+        assert renderer.notes == ("system messages in mid-conversation become user messages",)
+
+
+def test_a_late_system_message_that_a_family_moves_to_the_front_becomes_a_user_message() -> None:
+    renderer = renderer_of("deepseek_v3", "deepseek-v3")
+    assert renderer.notes == ("system messages in mid-conversation become user messages",)
+    delta = delta_of(renderer, [user("u")], assistant("ok"), [1], [system("Mind."), user("v")])
+    full = renderer.render([user("u"), assistant("ok"), system("Mind."), user("v")], ())
+    assert ends_with(full, delta)
+
+
+def test_many_threads_may_share_a_renderer(renderer: Renderer) -> None:
+    def once(index: int) -> list[int]:
+        history = [user(f"u{index}")]
+        return delta_of(renderer, history, assistant("ok"), [], [user(f"v{index} " * 50)])
+
+    alone = [once(index) for index in range(24)]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(once, range(24))) == alone
 
 
 # --- parsing ----------------------------------------------------------------------------------------------------------
