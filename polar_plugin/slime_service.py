@@ -46,9 +46,9 @@ SERVED_ENGINES = ("sglang", "vllm")
 
 def rollout_service(config: RolloutConfig) -> Rollouts:
     """The real service. Imported here, so that the reward hook alone starts nothing."""
-    from .service import RolloutService  # pyright: ignore[reportMissingImports, reportUnknownVariableType]
+    from .service import RolloutService
 
-    return RolloutService(config)  # pyright: ignore[reportMissingImports, reportUnknownVariableType]
+    return RolloutService(config)
 
 
 @dataclass(frozen=True)
