@@ -275,7 +275,7 @@ class _Run:
 
 
 def make_engine(config: RolloutConfig, *, vocab_size: int) -> Engine:
-    """The engine that `config.engine` names, not yet entered; no id from `vocab_size` on is sent. Raises ConfigError."""
+    """The engine that `config.engine` names, not yet entered; no id from `vocab_size` on is sent. ConfigError."""
     engine = config.engine
     options: dict[str, Any] = dict(engine.options)
     if engine.kind in ("sglang", "vllm"):

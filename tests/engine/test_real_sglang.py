@@ -13,7 +13,12 @@ import aiohttp
 import anyio
 import numpy as np
 import pytest
-from sglang_cpu.server import (
+from transformers import AutoTokenizer
+
+from polar_plugin.engine.sglang import SGLangEngine
+from polar_plugin.errors import EngineError
+from polar_plugin.records import FinishReason, Generation, SamplingParams, TokenIds, token_ids
+from tests.sglang_cpu.server import (
     CONTEXT_LENGTH,
     VOCAB_SIZE,
     Served,
@@ -22,11 +27,6 @@ from sglang_cpu.server import (
     sglang,
     tiny_model_fixture,  # noqa: F401
 )
-from transformers import AutoTokenizer
-
-from polar_plugin.engine.sglang import SGLangEngine
-from polar_plugin.errors import EngineError
-from polar_plugin.records import FinishReason, Generation, SamplingParams, TokenIds, token_ids
 
 pytestmark = [pytest.mark.anyio, pytest.mark.sglang]
 

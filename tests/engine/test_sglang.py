@@ -9,8 +9,8 @@ import numpy as np
 import orjson
 import pytest
 from aiohttp import web
-from fake_server import listening
-from fake_sglang import FakeSGLang, aborted, sample, sampled, status
+from tests.engine.fake_server import listening
+from tests.engine.fake_sglang import FakeSGLang, aborted, sample, sampled, status
 
 from polar_plugin.engine.sglang import SGLangEngine
 from polar_plugin.errors import ConfigError, EngineBusy, EngineError

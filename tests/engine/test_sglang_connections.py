@@ -14,8 +14,8 @@ import anyio
 import orjson
 import pytest
 from aiohttp import web
-from fake_server import listening
-from fake_sglang import FakeSGLang, sample, sampled
+from tests.engine.fake_server import listening
+from tests.engine.fake_sglang import FakeSGLang, sample, sampled
 
 from polar_plugin.engine.sglang import SGLangEngine
 from polar_plugin.errors import EngineBusy, EngineError

@@ -21,7 +21,7 @@ import numpy as np
 import orjson
 import pytest
 from aiohttp import web
-from fake_server import listening
+from tests.engine.fake_server import listening
 
 from polar_plugin.engine.vllm import VLLMEngine
 from polar_plugin.errors import EngineBusy, EngineError
