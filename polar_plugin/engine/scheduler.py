@@ -213,8 +213,10 @@ class Scheduler:
         self.paused = False
 
     def load_weights(self, state: Mapping[str, Tensor], version: str) -> None:
-        """Replace every weight. What was computed with the old ones is forgotten; raises EngineError, nothing changed,
-        where names or shapes do not fit."""
+        """Replace every weight and forget what was computed with the old ones.
+
+        Raises EngineError, nothing changed, where names or shapes do not fit.
+        """
         _check_state(self.model, state)
         self.model.load_state_dict(dict(state), strict=False)
         self.version = version
