@@ -315,14 +315,6 @@ def test_other_families_extend_as_their_own_full_renders(family: str) -> None:
         assert renderer.notes == ("system messages in mid-conversation become user messages",)
 
 
-def test_a_late_system_message_that_a_family_moves_to_the_front_becomes_a_user_message() -> None:
-    renderer = renderer_of("deepseek_v3", "deepseek-v3")
-    assert renderer.notes == ("system messages in mid-conversation become user messages",)
-    delta = delta_of(renderer, [user("u")], assistant("ok"), [1], [system("Mind."), user("v")])
-    full = renderer.render([user("u"), assistant("ok"), system("Mind."), user("v")], ())
-    assert ends_with(full, delta)
-
-
 def test_many_threads_may_share_a_renderer(renderer: Renderer) -> None:
     def once(index: int) -> list[int]:
         history = [user(f"u{index}")]
