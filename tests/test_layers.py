@@ -22,7 +22,7 @@ LAYERS: list[tuple[int, tuple[str, ...]]] = [
             "config", "placeholders", "plugins", "rewards",
             "proxy.codec", "proxy.fields", "proxy.sse", "proxy.openai_chat", "proxy.openai_chat_request",
             "engine.base", "engine.render", "engine.template", "engine.library", "engine.toolcalls", "engine.chat",
-            "engine.probes", "engine.tokenizer", "engine.limits", "engine.history", "engine.buffer",
+            "engine.probes", "engine.tokenizer", "engine.limits", "engine.gguf_file", "engine.history", "engine.buffer",
             "merge", "harnesses", "runtimes.base", "evaluators.base",
         ),
     ),

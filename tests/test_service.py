@@ -115,16 +115,15 @@ async def client(service: RolloutService, key: str) -> AsyncGenerator[openai.Asy
 
 
 async def test_case_117_a_prompt_near_the_end_of_the_context_is_clamped_and_one_beyond_overflows(tiny: Path) -> None:
-    async with service_over(tiny, lambda *_: "yes") as (service, engine):
-        async with (
-            service.proxy.session("s", Conversation(service.policy, "s")) as session,
-            client(service, session.key) as api,
-        ):
-            base = len(service.policy.renderer.render((Message("user", ""),), ()))
-            fill = 8192 - 2 - base
-            await ask(api, "x" * fill)
-            with pytest.raises(openai.BadRequestError) as told:
-                await ask(api, "x" * (fill + 2))
+    async with (
+        service_over(tiny, lambda _: "yes") as (service, engine),
+        service.proxy.session("s", Conversation(service.policy, "s")) as session,
+        client(service, session.key) as api,
+    ):
+        fill = 8192 - 2 - len(service.policy.renderer.render((Message("user", ""),), ()))
+        await ask(api, "x" * fill)
+        with pytest.raises(openai.BadRequestError) as told:
+            await ask(api, "x" * (fill + 2))
     assert len(engine.calls[0].prompt_ids) == 8190
     assert engine.calls[0].sampling.max_tokens == 2
     assert told.value.code == "context_length_exceeded"
@@ -140,15 +139,15 @@ async def test_case_20_a_turns_prompt_is_extended_not_rendered_again(tiny: Path)
     async with (
         service_over(tiny, lambda _: "ok") as (service, engine),
         service.proxy.session("s", Conversation(service.policy, "s")) as session,
+        client(service, session.key) as api,
     ):
-        async with client(service, session.key) as api:
-            messages: list[Any] = [{"role": "user", "content": "start"}]
-            for turn in range(200):
-                reply = await api.chat.completions.create(model="m", messages=messages)
-                messages += [
-                    reply.choices[0].message.model_dump(exclude_none=True),
-                    {"role": "user", "content": str(turn)},
-                ]
+        messages: list[Any] = [{"role": "user", "content": "start"}]
+        for turn in range(200):
+            reply = await api.chat.completions.create(model="m", messages=messages)
+            messages += [
+                reply.choices[0].message.model_dump(exclude_none=True),
+                {"role": "user", "content": str(turn)},
+            ]
     reasons = [completion.break_reason for completion in session.completions]
     assert reasons == [BreakReason.FIRST_CALL, *[None] * 199]
     for before, after in itertools.pairwise(engine.calls):

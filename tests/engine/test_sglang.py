@@ -9,12 +9,12 @@ import numpy as np
 import orjson
 import pytest
 from aiohttp import web
-from tests.engine.fake_server import listening
-from tests.engine.fake_sglang import FakeSGLang, aborted, sample, sampled, status
 
 from polar_plugin.engine.sglang import SGLangEngine
 from polar_plugin.errors import ConfigError, EngineBusy, EngineError
 from polar_plugin.records import FinishReason, VersionSpan, token_ids
+from tests.engine.fake_server import listening
+from tests.engine.fake_sglang import FakeSGLang, aborted, sample, sampled, status
 
 pytestmark = pytest.mark.anyio
 

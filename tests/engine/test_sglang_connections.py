@@ -14,12 +14,12 @@ import anyio
 import orjson
 import pytest
 from aiohttp import web
-from tests.engine.fake_server import listening
-from tests.engine.fake_sglang import FakeSGLang, sample, sampled
 
 from polar_plugin.engine.sglang import SGLangEngine
 from polar_plugin.errors import EngineBusy, EngineError
 from polar_plugin.records import Generation
+from tests.engine.fake_server import listening
+from tests.engine.fake_sglang import FakeSGLang, sample, sampled
 
 pytestmark = pytest.mark.anyio
 

@@ -21,11 +21,11 @@ import numpy as np
 import orjson
 import pytest
 from aiohttp import web
-from tests.engine.fake_server import listening
 
 from polar_plugin.engine.vllm import VLLMEngine
 from polar_plugin.errors import EngineBusy, EngineError
 from polar_plugin.records import FinishReason, Generation, SamplingParams, TokenIds, VersionSpan, token_ids
+from tests.engine.fake_server import listening
 
 pytestmark = pytest.mark.anyio
 
