@@ -37,10 +37,12 @@ class History:
         self._toolless: set[Digest] = set()
         self._systems: set[Digest] = set()
         self._empty = True
+        self._latest: tuple[Sequence[Message], list[Digest]] = ((), [])
+        """The messages digested last, and their digests: a request is looked up, then added."""
 
     def find(self, request: ChatRequest) -> Match | BreakReason:
         """The completion that `request` continues, or why it continues none."""
-        chain = list(_chain(request.messages, _tools_digest(request.tools)))
+        chain = list(_chain(self._digests(request.messages), _tools_digest(request.tools)))
         for position in range(len(chain), 0, -1):
             if request.messages[position - 1].role == "assistant" and (
                 found := self._by_chain.get(chain[position - 1])
@@ -52,12 +54,17 @@ class History:
         """Remember a completion. Of two that mean the same, a later request continues the later one."""
         request = completion.request
         self._empty = False
-        chain = list(_chain(request.messages, _tools_digest(request.tools)))
-        self._prefixes.update(chain)
-        last = chain[-1] if chain else _tools_digest(request.tools)
-        self._by_chain[_link(last, message_digest(completion.reply))] = completion
-        self._toolless.update(_chain((*request.messages, completion.reply), b""))
+        digests, reply = self._digests(request.messages), message_digest(completion.reply)
+        *prefixes, whole = _chain([*digests, reply], _tools_digest(request.tools))
+        self._prefixes.update(prefixes)
+        self._by_chain[whole] = completion
+        self._toolless.update(_chain([*digests, reply], b""))
         self._systems.add(_system_digest(request.messages))
+
+    def _digests(self, messages: Sequence[Message]) -> list[Digest]:
+        if self._latest[0] is not messages:
+            self._latest = (messages, [message_digest(message) for message in messages])
+        return self._latest[1]
 
     def _why_none(self, request: ChatRequest, chain: Sequence[Digest]) -> BreakReason:
         if self._empty or (chain and chain[-1] in self._prefixes and not _has_assistant(request.messages)):
@@ -70,7 +77,7 @@ class History:
     def _why_rewritten(self, request: ChatRequest) -> BreakReason:
         shared = 0
         last_assistant = max(i for i, message in enumerate(request.messages) if message.role == "assistant")
-        for position, digest in enumerate(_chain(request.messages, b"")):
+        for position, digest in enumerate(_chain(self._digests(request.messages), b"")):
             if digest not in self._toolless:
                 break
             shared = position + 1
@@ -139,11 +146,11 @@ def _has_assistant(messages: Sequence[Message]) -> bool:
     return any(message.role == "assistant" for message in messages)
 
 
-def _chain(messages: Sequence[Message], seed: Digest) -> Iterator[Digest]:
+def _chain(messages: Sequence[Digest], seed: Digest) -> Iterator[Digest]:
     """After each message, the digest of everything up to it."""
     digest = seed
     for message in messages:
-        digest = _link(digest, message_digest(message))
+        digest = _link(digest, message)
         yield digest
 
 

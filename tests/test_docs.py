@@ -1,0 +1,85 @@
+"""Every code block of README and docs runs, and every command they name exists."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from polar_plugin.cli import app
+from polar_plugin.config import load_config, load_task
+from polar_plugin.slime_args import SlimeArgs, preflight, rollout_config
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/*/README.md")]
+)
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[object]:
+    found: list[object] = []
+    for page in PAGES:
+        for number, text in enumerate(re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.S)):
+            found.append(pytest.param(text, id=f"{page.name}-{language}-{number}"))
+    return found
+
+
+@pytest.mark.parametrize("text", blocks("python"))
+def test_a_python_block_runs(text: str) -> None:
+    exec(compile(text, "block", "exec"), {"__name__": "block"})
+
+
+@pytest.mark.parametrize("text", blocks("yaml"))
+def test_a_yaml_block_is_a_config_whose_task_loads(text: str) -> None:
+    config = load_config(yaml.safe_load(text))
+    metadata = {"instance_id": "a-1", "workspace": "/tasks/a-1"}
+    task = load_task(config.task, {"sample": {"prompt": "Fix it.", "metadata": metadata}})
+    assert task.runtime.image == "/tasks/a-1"
+
+
+def test_the_three_flags_for_slime_name_what_exists_and_pass_the_preflight() -> None:
+    flags = dict(line.split() for line in README.splitlines() if line.startswith("--"))
+    assert set(flags) == {"--rollout-function-path", "--custom-reward-post-process-path", "--custom-config-path"}
+    for path in list(flags.values())[:2]:
+        module, _, name = path.rpartition(".")
+        assert callable(getattr(__import__(module, fromlist=[name]), name))
+    polar = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", README, re.S)[0])["polar"]
+    args = SlimeArgs(
+        polar=polar, hf_checkpoint="model", rollout_batch_size=4, n_samples_per_prompt=8, global_batch_size=32,
+        sglang_router_ip="127.0.0.1", sglang_router_port=3000,
+        custom_reward_post_process_path=flags["--custom-reward-post-process-path"],
+    )  # fmt: skip
+    config = rollout_config(args)
+    preflight(args, config)
+    assert config.engine.url == "http://127.0.0.1:3000"
+
+
+def test_every_make_target_that_the_readme_names_exists() -> None:
+    named = set(re.findall(r"\bmake ([a-z-]+)", README))
+    assert named >= {"quickstart", "test", "test-sglang", "test-cli", "test-slime", "test-vllm"}
+    for target in named:
+        assert subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, check=False).returncode == 0, (
+            target
+        )
+
+
+def test_every_command_that_the_readme_names_takes_its_options() -> None:
+    lines = re.findall(r"`polar-plugin ([^`]+)`", README)
+    assert len(lines) >= 5
+    for line in lines:
+        command, *options = shlex.split(line)
+        told = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"})
+        assert told.exit_code == 0, line
+        assert all(option in told.output for option in options if option.startswith("--")), line
+
+
+def test_the_readme_says_how_every_marked_suite_is_run() -> None:
+    config = (ROOT / "pyproject.toml").read_text()
+    for marker in re.findall(r'^  "(\w+): ', config, re.M):
+        assert marker == "model" or f"test-{marker}" in README, marker
