@@ -123,7 +123,7 @@ def test_equal_rewards_give_exactly_zero_even_where_their_mean_is_not_exact() ->
         assert advantages([0.1, 0.1, 0.1], [0, 0, 0], estimator=estimator).tolist() == [0.0, 0.0, 0.0]
 
 
-def test_groups_of_uneven_size_keep_their_own_baselines() -> None:
+def test_case_45_groups_of_uneven_size_keep_their_own_baselines() -> None:
     """Case 45: sizes 4, 3, 4; the all-5.0 group gets 0, not what a common mean would give it."""
     rewards = [1, 1, 2, 2, 5, 5, 5, 0, 0, 0, 4]
     told = advantages(rewards, [0] * 4 + [1] * 3 + [2] * 4, estimator="dr_grpo")
@@ -141,21 +141,21 @@ def test_uneven_groups_whose_sizes_happen_to_fill_the_batch_are_not_mixed() -> N
     assert told.tolist() == [0, 0, 0, -1, -1, -1, -1, 4]
 
 
-def test_a_group_of_eight_with_two_failures_is_normalised_over_six() -> None:
+def test_case_52_a_group_of_eight_with_two_failures_is_normalised_over_six() -> None:
     """Case 52."""
     rewards, failed = [1, 0, 0, 1, 1, 0, 0, 0], [False] * 6 + [True] * 2
     told = advantages(rewards, [0] * 8, excluded=failed)
     assert_allclose(told, [*advantages(rewards[:6], [0] * 6), 0, 0])
 
 
-def test_a_masked_timeout_counts_in_the_baseline_only_if_it_is_included() -> None:
+def test_case_54_a_masked_timeout_counts_in_the_baseline_only_if_it_is_included() -> None:
     """Case 54: [1, 1, 0 by timeout]."""
     rewards, groups = [1.0, 1.0, 0.0], [0, 0, 0]
     assert advantages(rewards, groups, excluded=[False, False, True], estimator="dr_grpo").tolist() == [0, 0, 0]
     assert_allclose(advantages(rewards, groups, estimator="dr_grpo"), [1 / 3, 1 / 3, -2 / 3])
 
 
-def test_groups_are_uninformative_by_variance_not_by_mean() -> None:
+def test_case_56_groups_are_uninformative_by_variance_not_by_mean() -> None:
     """Case 56: all 0.5 teaches nothing; [0, 1], whose mean is 0.5 too, does."""
     rewards, groups = [0.5, 0.5, 0.0, 1.0, 1.0, 0.0], ["flat", "flat", "mixed", "mixed", "single", "single"]
     assert uninformative(rewards, groups, excluded=[False] * 5 + [True]) == ("flat", "single")

@@ -293,7 +293,7 @@ async def test_the_probe_tells_model_context_and_version_and_bounds_later_calls(
     assert fake.bodies[0]["sampling_params"]["max_new_tokens"] == 1
 
 
-async def test_the_probe_fails_where_a_router_strips_ids_and_says_what_to_set(
+async def test_case_17_the_probe_fails_where_a_router_strips_ids_and_says_what_to_set(
     engine: SGLangEngine, fake: FakeSGLang
 ) -> None:
     fake.answers.append(lambda body: {"text": "x"})

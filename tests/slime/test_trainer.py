@@ -37,7 +37,7 @@ def by_session(trained: Sequence[Trained]) -> dict[int, list[Trained]]:
     return dict(sorted(sessions.items()))
 
 
-def test_a_session_of_three_traces_weighs_as_much_as_one_of_one(slime: Slime) -> None:
+def test_case_49_a_session_of_three_traces_weighs_as_much_as_one_of_one(slime: Slime) -> None:
     """Case 49."""
     sessions = by_session(train(slime, scripted([(1.0, 3), (0.0, 1), (0.0, 1), (0.0, 1)])))
     assert [len(traces) for traces in sessions.values()] == [3, 1, 1, 1]
@@ -82,7 +82,7 @@ def test_the_gradient_is_that_of_an_ideal_loss_over_sessions(
             assert_allclose(one.advantages * one.weights, ideal, atol=1e-6)
 
 
-def test_groups_that_are_uneven_in_traces_do_not_share_a_baseline(slime: Slime) -> None:
+def test_case_45_groups_that_are_uneven_in_traces_do_not_share_a_baseline(slime: Slime) -> None:
     """Case 45: sizes 4, 3, 4; the middle group is all 5.0, so its advantage is 0."""
     table = [(1.0, 2), (3.0, 2), (5.0, 1), (5.0, 2), (2.0, 3), (4.0, 1)]
     args = {"rollout_batch_size": 3, "global_batch_size": 6}
@@ -91,7 +91,7 @@ def test_groups_that_are_uneven_in_traces_do_not_share_a_baseline(slime: Slime) 
     assert_allclose(told, np.array([-1, 1, 0, 0, -1, 1]) / np.sqrt(2), atol=1e-5)
 
 
-def test_a_session_of_many_traces_has_one_vote_in_its_baseline(slime: Slime) -> None:
+def test_case_46_a_session_of_many_traces_has_one_vote_in_its_baseline(slime: Slime) -> None:
     """Case 46: reward 1 in three traces, reward 0 in one: +-0.5 around 0.5, not around 0.75."""
     trained = train(
         slime, scripted([(1.0, 3), (0.0, 1)]), rollout_batch_size=1, global_batch_size=2, grpo_std_normalization=False
