@@ -235,8 +235,6 @@ class TemplateRenderer:
         stub = self._text([_STUB_USER, _stub(reply), *new], self._stub_tools(with_tools), prompt=True)
         if not tail or tail != self._cut(stub, reply)[1] or not self._begins_behind(history, reply, before, tools):
             return BreakReason.BOUNDARY_UNKNOWN
-        if any(message.content.split()[0] not in tail for message in new):
-            return BreakReason.BOUNDARY_UNKNOWN
         ids, whole = self.tokenizer.encode(tail), self.tokenizer.encode(full)
         if whole[len(whole) - len(ids) :] != ids or ids[0] not in self.stop_ids:
             return BreakReason.BOUNDARY_UNKNOWN

@@ -260,6 +260,16 @@ def test_a_turn_that_ended_inside_its_reasoning_is_extended_as_it_stands(qwen: R
     assert qwen.decode(delta).startswith("\n<|im_start|>user\nv")
 
 
+def test_sampled_tokens_behind_an_end_token_are_never_cut_off(qwen: Renderer) -> None:
+    """An engine that was not told of an end token samples on: what it sampled stays, or there is no extension."""
+    made = parent([user("u")], assistant("ok"), qwen.render([user("u")], ()), [100, 151645, 200])
+    delta = qwen.extend(made, whole(made), [user("v")], ())
+    if isinstance(qwen, LibraryRenderer):
+        assert delta is BreakReason.BOUNDARY_UNKNOWN
+    else:
+        assert qwen.decode(delta).startswith("<|im_end|>\n<|im_start|>user\nv")
+
+
 def test_extending_by_nothing_is_no_extension(renderer: Renderer) -> None:
     made = parent([user("u")], assistant("x"), renderer.render([user("u")], ()), [])
     assert renderer.extend(made, whole(made), [], ()) is BreakReason.BOUNDARY_UNKNOWN

@@ -153,6 +153,11 @@ def test_a_system_message_is_part_of_the_delta_where_roles_end_turns() -> None:
     assert next_role_ends().decode(delta) == "<|quad_start|>\nMind.<|box_start|>\nv<|im_start|>"
 
 
+def test_a_role_whose_opening_token_is_not_known_is_not_stepped_over() -> None:
+    new = [assistant("Put into my mouth."), user("v")]
+    assert extension(next_role_ends(), [user("u")], assistant("ok"), [1], new) is BreakReason.BOUNDARY_UNKNOWN
+
+
 # --- what is not extended ---------------------------------------------------------------------------------------------
 
 
