@@ -146,7 +146,7 @@ class Conversation:
         )
 
     def _with_call_ids(self, reply: Message) -> Message:
-        calls = tuple(replace(call, id=f"call_{self._new_id()[:24]}") for call in reply.tool_calls)
+        calls = tuple(replace(call, id=call.id or f"call_{self._new_id()[:24]}") for call in reply.tool_calls)
         return replace(reply, tool_calls=calls)
 
     def _remember(self, completion: Completion, prompt: Prompt) -> None:
