@@ -36,7 +36,7 @@ test-vllm: setup
 	$(BIN)/python -m pytest tests/engine/test_vllm.py -k live
 
 check: setup
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright --pythonpath $(BIN)/python
 
 clean:
 	rm -rf $(VENV) .cache out

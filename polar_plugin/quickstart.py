@@ -59,16 +59,18 @@ class Prompts:
 
     rows: Sequence[Mapping[str, Any]]
     attempts: int
+    sample: Callable[..., Any] = SampleLike
+    """Makes a sample: slime's own class where slime is there."""
     given: int = 0
 
-    def get_samples(self, num_samples: int) -> list[list[SampleLike]]:
-        groups: list[list[SampleLike]] = []
+    def get_samples(self, num_samples: int) -> list[list[Any]]:
+        groups: list[list[Any]] = []
         for _ in range(num_samples):
             row, number = self.rows[self.given % len(self.rows)], self.given
             self.given += 1
             first = number * self.attempts
             group = [
-                SampleLike(group_index=number, index=first + k, prompt=str(row["instruction"]), metadata={"task": row})
+                self.sample(group_index=number, index=first + k, prompt=str(row["instruction"]), metadata={"task": row})
                 for k in range(self.attempts)
             ]
             groups.append(group)
@@ -127,7 +129,7 @@ def quickstart(options: Options, console: Console) -> Result:
     directory = resolve_model(options.model, cache_directory())
     console.print(f"model: {options.model} ({directory.name}); {len(rows)} tasks x {options.attempts} attempts")
     ready = time.monotonic()
-    engine = TransformersEngine(directory, script=_script(options, rows))
+    engine = TransformersEngine(directory, script=script_of(options, rows))
     kept: list[Observed] = []
 
     def factory(config: RolloutConfig) -> RolloutService:
@@ -215,7 +217,7 @@ def slime_arguments(options: Options, directory: Path, rows: Sequence[Mapping[st
     )
 
 
-def _script(options: Options, rows: Sequence[Mapping[str, Any]]) -> Script | None:
+def script_of(options: Options, rows: Sequence[Mapping[str, Any]]) -> Script | None:
     """Scripted replies by task, then by attempt (taken in turn), then by model call; None where there are no more."""
     if options.agent_script is None:
         return None
