@@ -5,9 +5,18 @@ BIN := $(VENV)/bin
 # Where there is no NVIDIA GPU, a CPU build of torch is enough and much smaller.
 TORCH := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo torch || echo torch==2.13.0)
 
-.PHONY: setup quickstart test test-all test-sglang test-cli test-slime test-vllm check clean
+SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-setup: $(VENV)/.ready
+.PHONY: system setup quickstart test test-all test-sglang test-cli test-slime test-vllm check clean
+
+# Sandboxes need bubblewrap, grading git and patch, tests npm; only what is missing is installed.
+system:
+	@missing=""; for pair in bwrap:bubblewrap git:git patch:patch npm:npm; do \
+	  command -v $${pair%%:*} >/dev/null || missing="$$missing $${pair##*:}"; done; \
+	if [ -n "$$missing" ]; then $(SUDO) apt-get update -qq && \
+	  $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing; fi
+
+setup: system $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
