@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, ParamSpec
@@ -17,7 +18,7 @@ from .errors import ConfigError, PolarError
 
 P = ParamSpec("P")
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
-_console = Console()
+_console = Console(width=None if sys.stdout.isatty() else 120)
 
 
 def _told(command: Callable[P, int]) -> Callable[P, None]:

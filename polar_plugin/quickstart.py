@@ -15,6 +15,7 @@ from typing import Any, cast
 import anyio
 import numpy as np
 import yaml
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -276,9 +277,14 @@ _COLUMNS = (
 
 
 def show(result: Result, console: Console, decode: Callable[[Any], str] | None) -> None:
-    table = Table(title="one row an attempt; tokens as the trainer gets them, seconds by stage")
+    table = Table(title="one row an attempt; tokens as the trainer gets them, seconds by stage", box=box.SIMPLE)
     for column in _COLUMNS:
-        table.add_column(column, justify="left" if column in ("task", "status") else "right", overflow="fold")
+        table.add_column(
+            column,
+            justify="left" if column in ("task", "status") else "right",
+            overflow="fold",
+            no_wrap=column == "status",
+        )
     for trajectory in result.trajectories:
         table.add_row(*_row(trajectory, result.advantages.get(trajectory.attempt.index)))
     console.print(table)
@@ -290,7 +296,8 @@ def show(result: Result, console: Console, decode: Callable[[Any], str] | None) 
     console.print(
         f"exactness: max |recorded - recomputed| = {exactness.difference:.1e} over {exactness.compared} trained tokens"
         f" (limit {TOLERANCE:.0e}); {exactness.accounted:.4f} of {exactness.sampled} sampled tokens accounted for"
-        f" -> {'[green]exact[/]' if exactness.holds else '[red]NOT EXACT[/]'} ({seconds:.0f} s)"
+        f" -> {'[green]exact[/]' if exactness.holds else '[red]NOT EXACT[/]'} ({seconds:.0f} s)",
+        soft_wrap=True,
     )
 
 
