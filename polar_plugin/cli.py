@@ -18,7 +18,7 @@ from .errors import ConfigError, PolarError
 
 P = ParamSpec("P")
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
-_console = Console(width=None if sys.stdout.isatty() else 120)
+_console = Console(width=None if sys.stdout.isatty() else 128)
 
 
 def _told(command: Callable[P, int]) -> Callable[P, None]:
