@@ -129,7 +129,7 @@ def load_config(source: str | Path | Mapping[str, Any]) -> RolloutConfig:
     Raises ConfigError with the path of each wrong key and, for unknown ones, those there are.
     """
     data, where = _read(source)
-    if "polar" in data:
+    if isinstance(data, Mapping) and "polar" in data:
         data, where = data["polar"], f"{where}: polar"
     if not isinstance(data, Mapping):
         raise ConfigError(f"{where} must be a mapping, got {type(data).__name__}")
