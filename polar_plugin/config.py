@@ -147,7 +147,7 @@ def load_task(payload: Mapping[str, Any], values: Mapping[str, Any] | None = Non
         raise ConfigError("task.agent: set exactly one of `harness` and `import_path`")
     if task.num_samples < 1:
         raise ConfigError(f"task.num_samples must be at least 1, got {task.num_samples}")
-    if task.timeout_seconds <= 0:
+    if not task.timeout_seconds > 0:  # nor NaN, which is no deadline
         raise ConfigError(f"task.timeout_seconds must be positive, got {task.timeout_seconds}")
     return task
 

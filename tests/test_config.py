@@ -105,6 +105,7 @@ def test_an_unknown_placeholder_lists_the_known_ones() -> None:
         ({"agent": {"harness": "shell", "import_path": "a:B"}}, "exactly one of `harness` and `import_path`"),
         ({"num_samples": 0}, "num_samples must be at least 1"),
         ({"timeout_seconds": -1}, "timeout_seconds must be positive"),
+        ({"timeout_seconds": float("nan")}, "timeout_seconds must be positive"),
         ({"runtime": {"prepare": [{"type": "copy"}]}}, "runtime.prepare.0.type"),
         ({"instruction": None}, "`instruction`"),
     ],
