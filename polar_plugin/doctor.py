@@ -87,7 +87,7 @@ def _renderer(renderer: Renderer, config: RolloutConfig) -> list[Finding]:
 
 
 async def _sandbox(service: RolloutService) -> list[Finding]:
-    spec = _spec(service.config)
+    spec = task_runtime(service.config)
     try:
         async with _opened(service, spec) as (runtime, key):
             return [
@@ -99,7 +99,7 @@ async def _sandbox(service: RolloutService) -> list[Finding]:
         return [Finding("fail", "sandbox", str(error), "agents cannot run until this is mended")]
 
 
-def _spec(config: RolloutConfig) -> RuntimeSpec:
+def task_runtime(config: RolloutConfig) -> RuntimeSpec:
     """The task's runtime as far as it names no sample."""
     told: Any = config.task.get("runtime", {})
     if not isinstance(told, Mapping):  # a placeholder for the whole of it

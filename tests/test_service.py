@@ -273,7 +273,10 @@ async def test_an_answer_that_comes_after_the_seal_is_not_in_the_recording_eithe
 ) -> None:
     sessions: list[Session] = []
     opened = SessionTable.open
-    monkeypatch.setattr(SessionTable, "open", lambda *told: sessions.append(opened(*told)) or sessions[-1])
+
+    def kept(table: SessionTable, session_id: str, reply: Any, metadata: Any) -> Session:
+        sessions.append(opened(table, session_id, reply, metadata))
+        return sessions[-1]
 
     def sealing(call: Call) -> str:
         if call.index == 1:
@@ -283,6 +286,7 @@ async def test_an_answer_that_comes_after_the_seal_is_not_in_the_recording_eithe
     async def at_once(engine: ScriptedEngine, call: Call, reply: Reply) -> None:
         """Without a checkpoint: the answer was there when the seal came."""
 
+    monkeypatch.setattr(SessionTable, "open", kept)
     monkeypatch.setattr(ScriptedEngine, "_wait", at_once)
     async with service_over(tiny, sealing, {"recording": {"directory": str(tmp_path)}}) as (service, _):
         (trajectory,) = await service.run([attempt(agent_py())])
@@ -301,7 +305,7 @@ async def test_an_answer_that_comes_after_the_seal_is_not_in_the_recording_eithe
 def test_the_doctor_looks_at_the_sandbox_of_the_task_as_far_as_it_is_told(
     runtime: Any, kwargs: dict[str, Any], network: str
 ) -> None:
-    spec = doctor._spec(load_config({"task": {"runtime": runtime}}))
+    spec = doctor.task_runtime(load_config({"task": {"runtime": runtime}}))
     assert (spec.kwargs, spec.network) == (kwargs, network)
 
 
