@@ -12,6 +12,7 @@ from typing import Annotated, ParamSpec
 import anyio
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from . import plugins
 from .errors import ConfigError, PolarError
@@ -29,7 +30,7 @@ def _told(command: Callable[P, int]) -> Callable[P, None]:
         try:
             code = command(*args, **kwargs)
         except PolarError as error:
-            Console(stderr=True).print(f"[red]{type(error).__name__}[/]: {error}", highlight=False)
+            Console(stderr=True).print(f"[red]{type(error).__name__}[/]: {escape(str(error))}", highlight=False)
             code = 2
         raise typer.Exit(code)
 
@@ -122,9 +123,9 @@ def doctor(
     findings = anyio.run(examine, load_config(config))
     for finding in findings:
         colour = {"ok": "green", "warn": "yellow", "fail": "red"}[finding.level]
-        _console.print(f"[{colour}]{finding.level:<4}[/] {finding.what}: {finding.told}", highlight=False)
+        _console.print(f"[{colour}]{finding.level:<4}[/] {escape(f'{finding.what}: {finding.told}')}", highlight=False)
         if finding.remedy:
-            _console.print(f"     -> {finding.remedy}", highlight=False)
+            _console.print(f"     -> {escape(finding.remedy)}", highlight=False)
     return 1 if any(finding.level == "fail" for finding in findings) else 0
 
 

@@ -129,7 +129,7 @@ def load_config(source: str | Path | Mapping[str, Any]) -> RolloutConfig:
     Raises ConfigError with the path of each wrong key and, for unknown ones, those there are.
     """
     data, where = _read(source)
-    if "polar" in data:
+    if isinstance(data, Mapping) and "polar" in data:
         data, where = data["polar"], f"{where}: polar"
     if not isinstance(data, Mapping):
         raise ConfigError(f"{where} must be a mapping, got {type(data).__name__}")
@@ -147,7 +147,7 @@ def load_task(payload: Mapping[str, Any], values: Mapping[str, Any] | None = Non
         raise ConfigError("task.agent: set exactly one of `harness` and `import_path`")
     if task.num_samples < 1:
         raise ConfigError(f"task.num_samples must be at least 1, got {task.num_samples}")
-    if task.timeout_seconds <= 0:
+    if not task.timeout_seconds > 0:  # nor NaN, which is no deadline
         raise ConfigError(f"task.timeout_seconds must be positive, got {task.timeout_seconds}")
     return task
 

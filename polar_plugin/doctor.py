@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -12,7 +12,8 @@ from . import plugins
 from .config import RolloutConfig
 from .engine.base import Renderer
 from .engine.render import extension_report
-from .errors import PolarError, SandboxError
+from .errors import ConfigError, PolarError, SandboxError
+from .placeholders import fill
 from .records import ChatRequest, Completion, RuntimeSpec
 from .runtimes.base import Runtime
 from .service import RolloutService
@@ -86,7 +87,7 @@ def _renderer(renderer: Renderer, config: RolloutConfig) -> list[Finding]:
 
 
 async def _sandbox(service: RolloutService) -> list[Finding]:
-    spec = _spec(service.config)
+    spec = task_runtime(service.config)
     try:
         async with _opened(service, spec) as (runtime, key):
             return [
@@ -98,13 +99,24 @@ async def _sandbox(service: RolloutService) -> list[Finding]:
         return [Finding("fail", "sandbox", str(error), "agents cannot run until this is mended")]
 
 
-def _spec(config: RolloutConfig) -> RuntimeSpec:
+def task_runtime(config: RolloutConfig) -> RuntimeSpec:
     """The task's runtime as far as it names no sample."""
-    told: dict[str, Any] = dict(config.task.get("runtime", {}))
+    told: Any = config.task.get("runtime", {})
+    if not isinstance(told, Mapping):  # a placeholder for the whole of it
+        return RuntimeSpec()
+    runtime = cast("Mapping[str, Any]", told)
     plain: dict[str, Any] = {
-        name: told[name] for name in ("backend", "network", "kwargs") if name in told and "{" not in str(told[name])
+        name: runtime[name] for name in ("backend", "network", "kwargs") if name in runtime and _plain(runtime[name])
     }
     return RuntimeSpec(**plain)
+
+
+def _plain(value: Any) -> bool:
+    """Whether a part of a template is the same for every sample."""
+    try:
+        return fill(value, {}) == value
+    except ConfigError:
+        return False
 
 
 @asynccontextmanager

@@ -59,19 +59,20 @@ def lookup(name: str, values: Mapping[str, Any], *, path: str) -> Any:
     value: Any = values
     seen: list[str] = []
     for part in name.split("."):
-        names = _names(value)
-        if part not in names:
-            known = ", ".join(".".join([*seen, key]) for key in sorted(names)) or "nothing"
+        offered = _offered(value)
+        if part not in offered:
+            known = ", ".join(".".join([*seen, key]) for key in sorted(offered)) or "nothing"
             raise ConfigError(
                 f"{path}: unknown placeholder {{{name}}}; known here: {known}. For literal braces write {{{{{name}}}}}"
             )
-        value = cast("Mapping[str, Any]", value)[part] if isinstance(value, Mapping) else getattr(value, part)
+        value = offered[part]
         seen.append(part)
     return value
 
 
-def _names(value: Any) -> set[str]:
+def _offered(value: Any) -> dict[str, Any]:
+    """What a dotted name may go on with; YAML's keys may be numbers."""
     if isinstance(value, Mapping):
-        return {str(key) for key in cast("Mapping[Any, Any]", value)}
+        return {str(key): item for key, item in cast("Mapping[Any, Any]", value).items()}
     attributes: dict[str, Any] = getattr(value, "__dict__", {})
-    return {name for name in attributes if not name.startswith("_")}
+    return {name: item for name, item in attributes.items() if not name.startswith("_")}

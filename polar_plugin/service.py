@@ -226,11 +226,12 @@ class _Run:
     async def open(self, attempt: Attempt) -> AsyncGenerator[Ledger]:
         """A session of the proxy, for the script. What the recorder holds is on disk before the harness has it."""
         conversation = Conversation(self._service.policy, attempt.session_id)
-        metadata = {"task_id": attempt.task.task_id, "model": attempt.task.agent.model_name, **attempt.task.metadata}
+        task = attempt.task
+        metadata = {**task.metadata, "task_id": task.task_id, "model": task.agent.model_name}
 
         async def reply(request: ChatRequest) -> Completion:
             completion = await conversation(request)
-            if self._recorder:
+            if self._recorder and not session.sealed:  # one that comes too late is on no ledger
                 self._recorder.completion(completion)
             return completion
 

@@ -9,6 +9,7 @@ import pytest
 
 from polar_plugin.config import load_config, load_task
 from polar_plugin.errors import ConfigError
+from polar_plugin.placeholders import fill
 
 PAPER_PAYLOAD: dict[str, Any] = {
     "task_id": "swe-{sample.metadata.instance_id}",
@@ -83,6 +84,10 @@ def test_literal_braces_survive(template: str, filled: str) -> None:
     assert task.instruction == filled
 
 
+def test_a_key_that_yaml_reads_as_a_number_can_be_named() -> None:
+    assert fill("{limits.5}", {"limits": {5: "five"}}) == "five"
+
+
 def test_an_unknown_placeholder_lists_the_known_ones() -> None:
     with pytest.raises(
         ConfigError, match=r"task\.instruction: unknown placeholder \{sample\.metadata\.instance\}"
@@ -100,6 +105,7 @@ def test_an_unknown_placeholder_lists_the_known_ones() -> None:
         ({"agent": {"harness": "shell", "import_path": "a:B"}}, "exactly one of `harness` and `import_path`"),
         ({"num_samples": 0}, "num_samples must be at least 1"),
         ({"timeout_seconds": -1}, "timeout_seconds must be positive"),
+        ({"timeout_seconds": float("nan")}, "timeout_seconds must be positive"),
         ({"runtime": {"prepare": [{"type": "copy"}]}}, "runtime.prepare.0.type"),
         ({"instruction": None}, "`instruction`"),
     ],
@@ -126,6 +132,8 @@ def test_a_config_file_is_read_bare_or_under_its_key(tmp_path: Path) -> None:
         ("stages: {run: 0}", "`stages.run`"),
         ("polar: [1]", "must be a mapping"),
         ("a: [", "not valid YAML"),
+        ("polar", "must be a mapping"),
+        ("7", "must be a mapping"),
     ],
 )
 def test_a_wrong_config_says_what_and_where(tmp_path: Path, text: str, message: str) -> None:

@@ -9,25 +9,41 @@ import os
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio
+import numpy as np
 import openai
 import pytest
 from rich.console import Console
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
+from polar_plugin import doctor
 from polar_plugin.cli import app
 from polar_plugin.config import load_config, load_task
 from polar_plugin.engine.models import resolve_model
 from polar_plugin.engine.render import load_renderer
-from polar_plugin.engine.scripted import Reply, ScriptedEngine
+from polar_plugin.engine.scripted import Call, Reply, ScriptedEngine
 from polar_plugin.engine.turn import Conversation
 from polar_plugin.errors import ConfigError, EngineError
-from polar_plugin.quickstart import Options, load_tasks, quickstart, recipe_directory
+from polar_plugin.proxy.session import Session, SessionTable
+from polar_plugin.quickstart import Exactness, Options, load_tasks, prove, quickstart, recipe_directory
 from polar_plugin.recording import load
-from polar_plugin.records import Attempt, BreakReason, Message, Status
+from polar_plugin.records import (
+    Attempt,
+    BreakReason,
+    FinishReason,
+    LogProbs,
+    Message,
+    Status,
+    TokenIds,
+    Trace,
+    Trajectory,
+    log_probs,
+    mask,
+    token_ids,
+)
 from polar_plugin.service import RolloutService
 
 pytestmark = pytest.mark.anyio
@@ -222,12 +238,84 @@ def test_a_proof_that_does_not_hold_fails_the_command(
     assert "NOT EXACT" in told.output
 
 
+async def proof(logprobs: float, trained: int, **counts: int) -> Exactness:
+    """Of one attempt whose trace trains `trained` tokens; the model says `logprobs` for each."""
+
+    class Model:
+        async def score(self, tokens: TokenIds) -> LogProbs:
+            return log_probs(np.full(len(tokens) - 1, logprobs))
+
+    zeros = log_probs(np.zeros(trained))
+    trace = Trace(token_ids([1]), token_ids([2] * trained), mask([True] * trained), zeros, FinishReason.STOP)
+    one = Trajectory(attempt(agent_py()), Status.COMPLETED, (trace,), counts=counts)
+    return await prove([one], cast("Any", Model()))
+
+
+async def test_the_proof_sees_what_is_no_number_what_is_lost_and_what_is_trained_twice() -> None:
+    assert (await proof(0.0, 3, sampled_tokens=5, trained_tokens=3, untrained_side=2)).holds
+    assert not (await proof(float("nan"), 3, sampled_tokens=3, trained_tokens=3)).holds
+    assert not (await proof(0.0, 3, sampled_tokens=5, trained_tokens=3, untrained_unexplained=2)).holds
+    assert not (await proof(0.0, 6, sampled_tokens=3, trained_tokens=3)).holds
+
+
+async def test_a_tasks_metadata_may_have_any_names(tiny: Path) -> None:
+    metadata = {"session_id": "x", "reply": "y", "self": "z", "task_id": "another"}
+    async with service_over(tiny, ["Done."]) as (service, _):
+        (trajectory,) = await service.run([attempt(agent_py(), metadata=metadata)])
+    assert trajectory.status is Status.COMPLETED, trajectory.failure
+    assert trajectory.session is not None
+    assert trajectory.session.task_id == "t"
+    assert {**trajectory.session.metadata, "task_id": "another"}.items() >= metadata.items()
+
+
+async def test_an_answer_that_comes_after_the_seal_is_not_in_the_recording_either(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sessions: list[Session] = []
+    opened = SessionTable.open
+
+    def kept(table: SessionTable, session_id: str, reply: Any, metadata: Any) -> Session:
+        sessions.append(opened(table, session_id, reply, metadata))
+        return sessions[-1]
+
+    def sealing(call: Call) -> str:
+        if call.index == 1:
+            sessions[0].seal()
+        return WRITE
+
+    async def at_once(engine: ScriptedEngine, call: Call, reply: Reply) -> None:
+        """Without a checkpoint: the answer was there when the seal came."""
+
+    monkeypatch.setattr(SessionTable, "open", kept)
+    monkeypatch.setattr(ScriptedEngine, "_wait", at_once)
+    async with service_over(tiny, sealing, {"recording": {"directory": str(tmp_path)}}) as (service, _):
+        (trajectory,) = await service.run([attempt(agent_py())])
+    assert trajectory.session is not None
+    assert len(trajectory.session.completions) == len(load(tmp_path / "s0.jsonl").session.completions) == 1
+
+
+@pytest.mark.parametrize(
+    ("runtime", "kwargs", "network"),
+    [
+        ({"kwargs": {"isolation": "none"}, "network": "none"}, {"isolation": "none"}, "none"),
+        ({"kwargs": {"isolation": "{sample.metadata.isolation}"}}, {}, "proxy_only"),
+        ("{sample.metadata.task.runtime}", {}, "proxy_only"),
+    ],
+)
+def test_the_doctor_looks_at_the_sandbox_of_the_task_as_far_as_it_is_told(
+    runtime: Any, kwargs: dict[str, Any], network: str
+) -> None:
+    spec = doctor.task_runtime(load_config({"task": {"runtime": runtime}}))
+    assert (spec.kwargs, spec.network) == (kwargs, network)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["quickstart", "--model", "gpt-9"], "smollm2"),
         (["doctor", "--config", "nowhere.yaml"], "cannot read config"),
         (["replay", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["replay", "[extra]/[/nowhere]"], "[extra]/[/nowhere]"),
     ],
 )
 def test_a_command_that_cannot_be_says_why_in_one_message(arguments: list[str], message: str) -> None:

@@ -34,6 +34,8 @@ class History:
     def __init__(self) -> None:
         self._by_chain: dict[Digest, Completion] = {}
         self._prefixes: set[Digest] = set()
+        self._broken: dict[Digest, BreakReason] = {}
+        """Prompts that continued nothing, and why: asked again, they do so for the same reason."""
         self._toolless: set[Digest] = set()
         self._systems: set[Digest] = set()
         self._empty = True
@@ -57,6 +59,8 @@ class History:
         digests, reply = self._digests(request.messages), message_digest(completion.reply)
         *prefixes, whole = _chain([*digests, reply], _tools_digest(request.tools))
         self._prefixes.update(prefixes)
+        if prefixes and completion.break_reason:
+            self._broken.setdefault(prefixes[-1], completion.break_reason)
         self._by_chain[whole] = completion
         self._toolless.update(_chain([*digests, reply], b""))
         self._systems.add(_system_digest(request.messages))
@@ -67,6 +71,8 @@ class History:
         return self._latest[1]
 
     def _why_none(self, request: ChatRequest, chain: Sequence[Digest]) -> BreakReason:
+        if chain and (reason := self._broken.get(chain[-1])):
+            return reason
         if self._empty or (chain and chain[-1] in self._prefixes and not _has_assistant(request.messages)):
             return BreakReason.FIRST_CALL
         if _has_assistant(request.messages):

@@ -97,7 +97,7 @@ class Proxy:
             self.url = ""
 
     @asynccontextmanager
-    async def session(self, session_id: str, reply: Reply, **metadata: Any) -> AsyncGenerator[Session]:
+    async def session(self, session_id: str, reply: Reply, /, **metadata: Any) -> AsyncGenerator[Session]:
         """An open session; sealed on exit. `metadata` goes on the ledger; its `model` names the model in listings."""
         session = self._table.open(session_id, reply, metadata)
         try:

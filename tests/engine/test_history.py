@@ -100,6 +100,14 @@ def test_the_first_call_of_a_session_is_no_break() -> None:
     assert following(History(), SYSTEM, ASK) is BreakReason.FIRST_CALL
 
 
+@pytest.mark.parametrize("reason", [BreakReason.FIRST_CALL, BreakReason.ASSISTANT_REWRITTEN])
+def test_a_prompt_with_a_turn_of_the_harness_asked_again_breaks_for_the_same_reason(reason: BreakReason) -> None:
+    history, prompt = History(), (SYSTEM, ASK, Message("assistant", "an example"), ASK)
+    history.add(replace(completion(ChatRequest(prompt, (BASH,)), REPLY), break_reason=reason))
+    assert following(history, *prompt) is reason
+    assert following(history, *prompt, tools=()) is BreakReason.TOOLS_CHANGED
+
+
 @pytest.mark.parametrize("text", ["", "{", '{"a": NaN}', "[" * 100_000])
 def test_arguments_that_are_no_json_are_compared_as_text(text: str) -> None:
     assert isinstance(canonical_arguments(text), str)
