@@ -195,7 +195,8 @@ def load_tasks(recipe: Path, isolation: str = "bubblewrap") -> list[dict[str, An
     rows: list[dict[str, Any]] = []
     for path in sorted((recipe / "tasks").glob("*/task.yaml")):
         row = fill(yaml.safe_load(path.read_text()), {"task_dir": str(path.parent)}, path=str(path))
-        row["runtime"] = {**row.get("runtime", {}), "kwargs": {"isolation": isolation}}
+        runtime = cast("dict[str, Any]", row.get("runtime", {}))
+        row["runtime"] = {**runtime, "kwargs": {**runtime.get("kwargs", {}), "isolation": isolation}}
         rows.append(row)
     if not rows:
         raise ConfigError(f"no tasks/*/task.yaml in {recipe}")

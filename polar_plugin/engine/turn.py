@@ -93,10 +93,6 @@ class Conversation:
         self._remember(completion, prompt)
         return completion
 
-    async def count_tokens(self, request: ChatRequest) -> int:
-        """How many prompt tokens a call with `request` would send; samples and records nothing."""
-        return len((await self._prompt(request)).ids)
-
     async def _prompt(self, request: ChatRequest) -> Prompt:
         found = self._history.find(request)
         if isinstance(found, Match):
@@ -162,4 +158,6 @@ async def _cpu(work: Callable[[], T], characters: int) -> T:
 
 
 def _characters(messages: tuple[Message, ...]) -> int:
-    return sum(len(message.content) + len(message.reasoning) for message in messages)
+    calls = (call for message in messages for call in message.tool_calls)
+    texts = sum(len(message.content) + len(message.reasoning) for message in messages)
+    return texts + sum(len(call.arguments) for call in calls)
