@@ -130,7 +130,7 @@ def load_config(source: str | Path | Mapping[str, Any]) -> RolloutConfig:
     """
     data, where = _read(source)
     if isinstance(data, Mapping) and "polar" in data:
-        data, where = data["polar"], f"{where}: polar"
+        data, where = cast("Mapping[str, Any]", data)["polar"], f"{where}: polar"
     if not isinstance(data, Mapping):
         raise ConfigError(f"{where} must be a mapping, got {type(data).__name__}")
     return _validated(TypeAdapter(RolloutConfig), cast("Mapping[str, Any]", data), where)
