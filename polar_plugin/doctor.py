@@ -119,14 +119,21 @@ def _plain(value: Any) -> bool:
         return False
 
 
-@asynccontextmanager
-async def _opened(service: RolloutService, spec: RuntimeSpec) -> AsyncGenerator[tuple[Runtime, str]]:
-    async def no_reply(request: ChatRequest) -> Completion:
+class _NoReply:
+    """The token side of a session in which nothing is asked."""
+
+    async def __call__(self, request: ChatRequest) -> Completion:
         raise SandboxError("the doctor does not sample")
 
+    async def count(self, request: ChatRequest) -> int:
+        raise SandboxError("the doctor does not count")
+
+
+@asynccontextmanager
+async def _opened(service: RolloutService, spec: RuntimeSpec) -> AsyncGenerator[tuple[Runtime, str]]:
     factory = cast("Callable[..., Runtime]", plugins.resolve(spec.backend, plugins.RUNTIMES, "runtime"))
     runtime = factory(spec, proxy=service.proxy.endpoint, labels={"session": "doctor"})
-    async with service.proxy.session("doctor", no_reply) as session:
+    async with service.proxy.session("doctor", _NoReply()) as session:
         try:
             await runtime.start()
             yield runtime, session.key

@@ -160,6 +160,10 @@ class Attempt:
     """The trainer's rollout step that asked for it."""
 
 
+IMAGE = "[image omitted]"
+"""What a renderer that sees no images reads in the place of one."""
+
+
 # --- the conversation ------------------------------------------------------------------------------------------------
 
 
@@ -175,6 +179,17 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
+class Image:
+    """One image of a message: by value or by reference."""
+
+    media_type: str = ""
+    """As in "image/png"; "" where the dialect does not tell."""
+    data: str = ""
+    """Base64; "" where it is told by `url`."""
+    url: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """One canonical chat message, in no provider's dialect."""
 
@@ -185,6 +200,11 @@ class Message:
     tool_call_id: str = field(default="", compare=False)
     name: str = ""
     """For role "tool": the function that was called, where the dialect tells."""
+    parts: tuple[str | Image, ...] = ()
+    """Only where images are among them: the content piece by piece, for renderers that see images.
+
+    `content` says the same with the text `IMAGE` in the place of each.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +251,8 @@ class ChatRequest:
     api: str = ""
     """The dialect it came in: "openai_chat", "openai_responses", "anthropic_messages", "google_generate"."""
     role: Role = Role.MAIN
+    thread: str = ""
+    """The harness's own name for the conversation this belongs to, where a header tells; "" for its main one."""
     retry: bool = False
     """The client says that this repeats an earlier request."""
     ignored: tuple[str, ...] = ()

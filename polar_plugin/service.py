@@ -191,6 +191,25 @@ class Ledger:
         return self._session.seal()
 
 
+class _Recorded:
+    """A conversation whose completions are written to a file as they come."""
+
+    session: Session
+
+    def __init__(self, conversation: Conversation, recorder: Recorder) -> None:
+        self._conversation = conversation
+        self._recorder = recorder
+
+    async def __call__(self, request: ChatRequest) -> Completion:
+        completion = await self._conversation(request)
+        if not self.session.sealed:  # one that comes too late is on no ledger
+            self._recorder.completion(completion)
+        return completion
+
+    async def count(self, request: ChatRequest) -> int:
+        return await self._conversation.count(request)
+
+
 class _Run:
     """One run of an attempt's script (`stages.batch.Run`), recorded as it goes where the config says so."""
 
@@ -226,16 +245,12 @@ class _Run:
     async def open(self, attempt: Attempt) -> AsyncGenerator[Ledger]:
         """A session of the proxy, for the script. What the recorder holds is on disk before the harness has it."""
         conversation = Conversation(self._service.policy, attempt.session_id)
+        reply = _Recorded(conversation, self._recorder) if self._recorder else conversation
         task = attempt.task
         metadata = {**task.metadata, "task_id": task.task_id, "model": task.agent.model_name}
-
-        async def reply(request: ChatRequest) -> Completion:
-            completion = await conversation(request)
-            if self._recorder and not session.sealed:  # one that comes too late is on no ledger
-                self._recorder.completion(completion)
-            return completion
-
         async with self._service.proxy.session(attempt.session_id, reply, **metadata) as session:
+            if isinstance(reply, _Recorded):
+                reply.session = session
             yield Ledger(session)
 
     def _path(self, directory: Path) -> Path:

@@ -93,28 +93,37 @@ class Conversation:
         self._remember(completion, prompt)
         return completion
 
+    async def count(self, request: ChatRequest) -> int:
+        """The number of ids that a call with this request would send now. Nothing is sampled or kept."""
+        parent, ids, _ = await self._rendered(request)
+        return (parent.length if parent else 0) + len(ids)
+
     async def _prompt(self, request: ChatRequest) -> Prompt:
+        parent, ids, reason = await self._rendered(request)
+        if parent is None:
+            buffer, length = TokenBuffer(ids), len(ids)
+        else:
+            buffer, length = self._buffers[parent.id].extended(parent.length, ids), parent.length + len(ids)
+        return Prompt(buffer, buffer.view(length), parent, reason)
+
+    async def _rendered(self, request: ChatRequest) -> tuple[Completion | None, TokenIds, BreakReason | None]:
+        """The completion that is continued and the ids that follow its own; without one all ids, and why."""
         found = self._history.find(request)
         if isinstance(found, Match):
             delta = await self._extend(found, request)
             if not isinstance(delta, BreakReason):
-                return self._extended(found.completion, delta)
+                self._check(delta)
+                return found.completion, delta, None
             found = delta
         renderer = self._policy.renderer
         ids = await _cpu(lambda: renderer.render(request.messages, request.tools), _characters(request.messages))
         self._check(ids)
-        buffer = TokenBuffer(ids)
-        return Prompt(buffer, buffer.view(len(ids)), None, found)
+        return None, ids, found
 
     async def _extend(self, found: Match, request: ChatRequest) -> TokenIds | BreakReason:
         parent, renderer = found.completion, self._policy.renderer
         tokens = self._buffers[parent.id].view(parent.length)
         return await _cpu(lambda: renderer.extend(parent, tokens, found.new, request.tools), _characters(found.new))
-
-    def _extended(self, parent: Completion, delta: TokenIds) -> Prompt:
-        self._check(delta)
-        buffer = self._buffers[parent.id].extended(parent.length, delta)
-        return Prompt(buffer, buffer.view(parent.length + len(delta)), parent, None)
 
     def _check(self, ids: TokenIds) -> None:
         """One id out of range kills some engines, so none leaves us."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,16 +17,12 @@ from aiohttp import web
 from ..errors import PolarError
 from ..records import ChatRequest, Completion, Delivery
 from . import body, sse
-from .codec import Dialect, Incoming
+from .codec import Dialect, Framing, Incoming
 from .session import Session
 
 logger = logging.getLogger(__name__)
 
-_STREAM_HEADERS = {
-    "Content-Type": "text/event-stream; charset=utf-8",
-    "Cache-Control": "no-store",
-    "X-Accel-Buffering": "no",
-}
+_STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 _RETRYABLE = frozenset({429, 503})
 
 
@@ -60,7 +56,7 @@ class Exchange:
         The completion is on the ledger before the first byte of it is written, and is marked on every way out:
         delivered once the last byte has left this process over an open connection, undelivered otherwise.
         """
-        incoming = await read(self.request, self.limits.max_body_bytes)
+        incoming = await read(self.request, self.limits.max_body_bytes, self.session.recall)
         with unexpected_as_polar_error():
             chat = self.dialect.decode(incoming)
         try:
@@ -80,29 +76,32 @@ class Exchange:
         return response
 
     async def _stream(self, incoming: Incoming, chat: ChatRequest) -> web.StreamResponse:
-        response = web.StreamResponse(headers=_STREAM_HEADERS)
+        framing = self.dialect.framing(incoming)
+        response = web.StreamResponse(headers={**_STREAM_HEADERS, "Content-Type": framing.content_type})
         try:
-            payload = await self._generate(response, incoming, chat)
+            payload = await self._generate(response, framing, incoming, chat)
         except PolarError as error:
             if not response.prepared:
                 raise
-            return await self._break_off(response, error)
+            return await self._break_off(response, framing, error)
         await self._open(response)
         await response.write(payload)
         await self.request.writer.drain()
         self._flushed()
         return response
 
-    async def _generate(self, response: web.StreamResponse, incoming: Incoming, chat: ChatRequest) -> bytes:
+    async def _generate(
+        self, response: web.StreamResponse, framing: Framing, incoming: Incoming, chat: ChatRequest
+    ) -> bytes:
         """All events of the reply. While it is generated, the connection shows signs of life."""
         failure: PolarError | None = None
         payload = b""
         async with anyio.create_task_group() as group:
-            group.start_soon(self._keep_alive, response)
+            group.start_soon(self._keep_alive, response, framing.keepalive)
             try:
                 with unexpected_as_polar_error():
                     self.completion = await self.session.turn(chat)
-                    payload = b"".join(map(sse.encode, self.dialect.events(self.completion, incoming)))
+                    payload = framing.encode(self.dialect.events(self.completion, incoming))
             except PolarError as error:  # raised again below, so that the group does not wrap it
                 failure = error
             group.cancel_scope.cancel()
@@ -110,14 +109,14 @@ class Exchange:
             raise failure
         return payload
 
-    async def _keep_alive(self, response: web.StreamResponse) -> None:
+    async def _keep_alive(self, response: web.StreamResponse, sign: bytes) -> None:
         """Headers after a short grace, in which a failure still gets its own HTTP status; then comments."""
         try:
             await anyio.sleep(self.limits.header_grace_seconds)
             await response.prepare(self.request)
-            while self.dialect.keepalive:
+            while sign:
                 await anyio.sleep(self.limits.keepalive_seconds)
-                await response.write(self.dialect.keepalive)
+                await response.write(sign)
         except ConnectionError:
             return  # the server is about to cancel this exchange
 
@@ -141,14 +140,14 @@ class Exchange:
         if transport is not None and not transport.is_closing():
             self.delivery = Delivery.DELIVERED
 
-    async def _break_off(self, response: web.StreamResponse, error: PolarError) -> web.StreamResponse:
+    async def _break_off(self, response: web.StreamResponse, framing: Framing, error: PolarError) -> web.StreamResponse:
         """The error as an event, and the end of the connection: no terminal event, so nobody takes it for a reply."""
         response.force_close()
-        await response.write(sse.encode(self.dialect.error_event(error)))
+        await response.write(framing.encode([self.dialect.error_event(error)]))
         return response
 
 
-async def read(request: web.Request, limit: int) -> Incoming:
+async def read(request: web.Request, limit: int, recall: Callable[[str], Completion | None]) -> Incoming:
     """The request with its body decoded; `limit` caps the body in bytes, as sent and as decoded.
 
     Raises BadRequest, or a subclass with a status of its own.
@@ -165,7 +164,7 @@ async def read(request: web.Request, limit: int) -> Incoming:
             raw = await anyio.to_thread.run_sync(body.decompress, raw, codings, limit)
         parsed = body.parse(raw)
     headers = {name.lower(): value for name, value in request.headers.items()}
-    return Incoming(request.path, headers, dict(request.query), parsed)
+    return Incoming(request.path, headers, dict(request.query), parsed, dict(request.match_info), recall)
 
 
 def refusal(dialect: Dialect, error: PolarError) -> web.Response:

@@ -6,12 +6,12 @@ Source: the API reference and the models of the `openai` package; deviations of 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ..errors import BadRequest, ContextOverflow, PolarError, SessionSealed, UnknownSession
 from ..records import ChatRequest, Completion, FinishReason, JSONObject, Message
 from . import fields, sse
-from .codec import Event, Incoming
+from .codec import Event, Framing, Incoming, Kind, Route
 from .openai_chat_request import chat_request
 
 _PIECE = 1024
@@ -25,8 +25,14 @@ class OpenAIChat:
     """The dialect. Stateless."""
 
     name: str = "openai_chat"
-    routes: tuple[str, ...] = ("/v1/chat/completions",)
-    keepalive: bytes = sse.COMMENT
+    routes: tuple[Route, ...] = (
+        Route("POST", "/v1/chat/completions"),
+        Route("GET", "/v1/models", Kind.MODELS),
+        Route("GET", "/v1/models/{model:.+}", Kind.MODEL),
+    )
+
+    def speaks(self, path: str, headers: Mapping[str, str]) -> bool:
+        return True  # it comes last: what no other dialect knows
 
     def decode(self, incoming: Incoming) -> ChatRequest:
         return chat_request(incoming, self.name)
@@ -50,6 +56,12 @@ class OpenAIChat:
         if wants_usage:
             yield Event(_envelope(completion, "chat.completion.chunk", []) | {"usage": _usage(completion)})
         yield Event(sse.DONE)
+
+    def framing(self, incoming: Incoming) -> Framing:
+        return sse.SSE
+
+    def counted(self, tokens: int, incoming: Incoming) -> JSONObject:
+        return {"total_tokens": tokens}
 
     def error(self, error: PolarError) -> JSONObject:
         message, param, code = _wording(error)

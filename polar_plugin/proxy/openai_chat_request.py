@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
 from ..errors import BadRequest
-from ..records import ChatRequest, JSONObject, Message, SamplingParams, Tool, ToolCall
+from ..records import ChatRequest, Image, JSONObject, Message, SamplingParams, Tool, ToolCall
 from . import fields
 from .codec import Incoming
+from .parts import Part, joined
 
 _ROLES: Mapping[str, Literal["system", "user", "assistant", "tool"]] = {
     "system": "system",
@@ -68,40 +69,46 @@ def _message(raw: JSONObject, path: str, names: Mapping[str, str]) -> Message:
     if wire_role not in _ROLES:
         raise BadRequest(f"unknown role {wire_role!r}; use one of {', '.join(_ROLES)}", path=f"{path}.role")
     role = _ROLES[wire_role]
-    content = _content(raw.get("content"), f"{path}.content", joint="" if role == "assistant" else "\n")
+    pieces = _pieces(raw.get("content"), f"{path}.content")
+    content, parts = joined(pieces, "" if role == "assistant" else "\n")
     if role == "assistant":
         reasoning = fields.text(raw, "reasoning_content", path) or fields.text(raw, "reasoning", path)
         return Message(role, content, reasoning, _tool_calls(raw, path))
     if role == "tool":
         call_id = fields.text(raw, "tool_call_id", path)
-        return Message(role, content, tool_call_id=call_id, name=names.get(call_id) or fields.text(raw, "name", path))
-    return Message(role, content)
+        name = names.get(call_id) or fields.text(raw, "name", path)
+        return Message(role, content, tool_call_id=call_id, name=name, parts=parts)
+    return Message(role, content, parts=parts)
 
 
-def _content(value: Any, path: str, joint: str) -> str:
-    """Parts of an assistant's turn are one text cut up by its client; parts of other turns are texts of their own."""
+def _pieces(value: Any, path: str) -> list[Part]:
     if value is None:
-        return ""
+        return []
     if isinstance(value, str):
-        return value
+        return [value]
     if not isinstance(value, list):
         raise BadRequest("expected a string or a list of parts", path=path)
-    return joint.join(_part(part, f"{path}.{i}") for i, part in enumerate(cast("list[Any]", value)))
+    return [_piece(part, f"{path}.{i}") for i, part in enumerate(cast("list[Any]", value))]
 
 
-def _part(value: Any, path: str) -> str:
+def _piece(value: Any, path: str) -> Part:
     if isinstance(value, str):
         return value
     part = fields.as_object(value, path)
     kind = fields.text(part, "type", path)
     if kind in _TEXT_PARTS:
         return fields.text(part, _TEXT_PARTS[kind], path)
-    return f"[{_medium(kind)} omitted]"
+    if kind == "image_url":
+        return _image(fields.text(fields.mapping(part, "image_url", path), "url", f"{path}.image_url"))
+    return f"[{kind.removeprefix('input_') or 'part'} omitted]"
 
 
-def _medium(kind: str) -> str:
-    """`image_url` and `input_image` are both an image to the model that cannot see it."""
-    return kind.removeprefix("input_").removesuffix("_url") or "part"
+def _image(url: str) -> Image:
+    """By value where the URL is a base64 `data:` one."""
+    head, comma, data = url.partition(",")
+    if comma and head.startswith("data:") and head.endswith(";base64"):
+        return Image(media_type=head[len("data:") : -len(";base64")], data=data)
+    return Image(url=url)
 
 
 def _tool_calls(raw: JSONObject, path: str) -> tuple[ToolCall, ...]:

@@ -13,8 +13,8 @@ from aiohttp import web
 
 from ..errors import BadRequest, ConfigError, PolarError
 from ..runtimes.base import ProxyEndpoint
-from .codec import Dialect
-from .exchange import Exchange, refusal
+from .codec import Dialect, Kind
+from .exchange import Exchange, read, refusal, unexpected_as_polar_error
 from .openai_chat import OpenAIChat
 from .session import Reply, Session, SessionTable
 
@@ -22,6 +22,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _PREFIXES = ("", "/s/{key}")
 _SHUTDOWN_SECONDS = 2.0
 _DIALECTS: tuple[Dialect, ...] = (OpenAIChat(),)
+"""OpenAI Chat is last: it takes what no other one knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,12 @@ class UnknownRoute(BadRequest):
     """No endpoint of a model API has this path and method: nothing is generated."""
 
     status = 404
+
+
+class UpgradeRequired(BadRequest):
+    """A WebSocket was asked for. This status makes clients fall back to HTTP without another try."""
+
+    status = 426
 
 
 class Proxy:
@@ -122,19 +129,33 @@ class Proxy:
 
     def _application(self) -> web.Application:
         app = web.Application(client_max_size=self.config.max_body_bytes)
+        answers = {
+            Kind.GENERATE: self._generate,
+            Kind.COUNT: self._count,
+            Kind.MODELS: self._models,
+            Kind.MODEL: self._model,
+            Kind.ALIVE: self._alive,
+            Kind.WEBSOCKET: self._no_websocket,
+        }
         for prefix in _PREFIXES:
-            for dialect in self._dialects:
-                for route in dialect.routes:
-                    app.router.add_post(prefix + route, self._guarded(dialect, self._generate))
-            app.router.add_get(f"{prefix}/v1/models", self._guarded(self._dialects[0], self._models))
-            app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._guarded(self._dialects[0], self._model))
-        app.router.add_route("*", "/{path:.*}", self._guarded(self._dialects[0], self._unknown))
+            for (method, path), (kind, dialects) in self._routes().items():
+                app.router.add_route(method, prefix + path, self._guarded(dialects, answers[kind]))
+        app.router.add_route("*", "/{path:.*}", self._guarded(self._dialects, self._unknown))
         return app
 
+    def _routes(self) -> dict[tuple[str, str], tuple[Kind, list[Dialect]]]:
+        """By method and path: what it is for, and the dialects that have it."""
+        routes: dict[tuple[str, str], tuple[Kind, list[Dialect]]] = {}
+        for dialect in self._dialects:
+            for route in dialect.routes:
+                routes.setdefault((route.method, route.path), (route.kind, []))[1].append(dialect)
+        return routes
+
     def _guarded(
-        self, dialect: Dialect, answer: Callable[[web.Request, Dialect], Awaitable[web.StreamResponse]]
+        self, dialects: Sequence[Dialect], answer: Callable[[web.Request, Dialect], Awaitable[web.StreamResponse]]
     ) -> _Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
+            dialect = _spoken(dialects, request)
             try:
                 return await answer(request, dialect)
             except PolarError as error:
@@ -146,6 +167,20 @@ class Proxy:
         session = self._table.find(_keys(request))
         return await Exchange(request, session, dialect, self.config).run()
 
+    async def _count(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
+        session = self._table.find(_keys(request))
+        incoming = await read(request, self.config.max_body_bytes, session.recall)
+        with unexpected_as_polar_error():
+            tokens = await session.count(dialect.decode(incoming))
+        return web.json_response(dialect.counted(tokens, incoming))
+
+    async def _alive(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
+        return web.Response()
+
+    async def _no_websocket(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
+        self._table.find(_keys(request))
+        raise UpgradeRequired("this API is served over HTTP; POST to the same path")
+
     async def _models(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
         session = self._table.find(_keys(request))
         return web.json_response(dialect.models([str(session.metadata.get("model", "policy"))]))
@@ -156,6 +191,13 @@ class Proxy:
 
     async def _unknown(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
         raise UnknownRoute(f"no model API has {request.method} {request.path}")
+
+
+def _spoken(dialects: Sequence[Dialect], request: web.Request) -> Dialect:
+    """Whose client this is, where several dialects share a path."""
+    path = request.path.removeprefix(f"/s/{request.match_info.get('key', '')}")
+    headers = {name.lower(): value for name, value in request.headers.items()}
+    return next((dialect for dialect in dialects if dialect.speaks(path, headers)), dialects[-1])
 
 
 def _keys(request: web.Request) -> Iterator[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
 import anyio
 
@@ -14,8 +14,17 @@ from ..errors import SessionSealed, UnknownSession
 from ..records import ChatRequest, Completion, CompletionSession, Delivery
 from .gate import Gate
 
-Reply = Callable[[ChatRequest], Awaitable[Completion]]
-"""The token side of one session. Cancelling it aborts the engine's call."""
+
+class Reply(Protocol):
+    """The token side of one session."""
+
+    async def __call__(self, request: ChatRequest, /) -> Completion:
+        """Cancelling it aborts the engine's call."""
+        ...
+
+    async def count(self, request: ChatRequest, /) -> int:
+        """How many prompt tokens the request would have. Nothing is sampled or kept."""
+        ...
 
 
 class Session:
@@ -26,8 +35,8 @@ class Session:
         self.session_id = session_id
         self.metadata = metadata
         self.counts: Counter[str] = Counter()
-        """`calls`, `recorded`, `retries`, `hangups`, `undelivered`, `refused_sealed`, `malformed_calls`,
-        `errors.<class>`, `ignored.<path>`."""
+        """`calls`, `token_counts`, `recorded`, `retries`, `hangups`, `undelivered`, `refused_sealed`,
+        `malformed_calls`, `errors.<class>`, `ignored.<path>`."""
         self.called = anyio.Event()
         """Set at the first model call: `await session.called.wait()` under a deadline shows a harness that hangs."""
         self.first_call: float | None = None
@@ -81,6 +90,17 @@ class Session:
             self.last_activity = time.time()
         self._record(completion)
         return completion
+
+    async def count(self, request: ChatRequest) -> int:
+        """The number of prompt tokens that `turn` would send. Raises SessionSealed, and what the reply raises."""
+        if self.sealed:
+            raise SessionSealed(f"session {self.session_id} is over; start a new attempt")
+        self.counts["token_counts"] += 1
+        return await self._reply.count(request)
+
+    def recall(self, completion_id: str) -> Completion | None:
+        """The recorded completion of that id."""
+        return next((one for one in reversed(self._completions) if one.id == completion_id), None)
 
     def mark(self, completion_id: str, delivery: Delivery) -> None:
         """Note whether the harness got the answer. Once delivered, an answer stays delivered; a sealed ledger stays."""

@@ -8,9 +8,10 @@ U+2028 stays in step, and a lone surrogate, which UTF-8 cannot carry, is carried
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
-from .codec import Event
+from .codec import Event, Framing
 
 COMMENT = b": keep-alive\n\n"
 """A comment: every conforming reader skips it, and its bytes keep idle timers from firing."""
@@ -28,3 +29,12 @@ def encode(event: Event) -> bytes:
     data = event.data.encode() if isinstance(event.data, str) else to_json(event.data)
     name = f"event: {event.name}\n".encode() if event.name else b""
     return name + b"data: " + data + b"\n\n"
+
+
+def _joined(events: Iterable[Event]) -> bytes:
+    return b"".join(map(encode, events))
+
+
+CONTENT_TYPE = "text/event-stream; charset=utf-8"
+SSE = Framing(CONTENT_TYPE, _joined, COMMENT)
+"""Server-sent events, kept alive by comments."""

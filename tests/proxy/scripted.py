@@ -75,6 +75,9 @@ class Scripted:
         reply = self.replies[(number - 1) % len(self.replies)]
         return completion_of(reply, request, finish=self.finish, number=number)
 
+    async def count(self, request: ChatRequest) -> int:
+        return len(completion_of(say(), request).prompt_ids)
+
 
 async def forever(request: ChatRequest) -> None:
     await anyio.sleep_forever()
