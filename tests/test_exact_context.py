@@ -1,7 +1,7 @@
 """The claim of the library: log-probabilities recomputed over a trace are the recorded ones, for every trained token.
 
-Black box in, trace out: a client talks OpenAI Chat to the proxy over real tokenizers and chat templates; a small
-float32 model with random weights samples (or is made to say what a case needs); then the whole trace is scored at once.
+Black box in, trace out: a client talks each of the four model APIs to the proxy over real tokenizers and chat templates; a
+small float32 model with random weights samples (or is made to say what a case needs); then the whole trace is scored.
 """
 
 from __future__ import annotations
@@ -34,18 +34,10 @@ from polar_plugin.records import CompletionSession, Trace, token_ids
 from polar_plugin.service import RolloutService
 
 from . import tokenizers
+from .speakers import SPEAKERS, Answer, Speaker
 
 pytestmark = pytest.mark.anyio
 LIMIT = 1e-4
-SYSTEM = {"role": "system", "content": "You work in a shell."}
-BASH = {
-    "type": "function",
-    "function": {
-        "name": "bash",
-        "description": "Run a command.",
-        "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -88,26 +80,34 @@ class Client:
     """A harness: it keeps a history and asks for the next turn, which is sampled unless `says` tells what it is."""
 
     http: aiohttp.ClientSession
-    url: str
+    base: str
     says: list[str | None]
+    speaker: Speaker
     history: list[dict[str, Any]]
 
-    async def turn(self, *new: dict[str, Any], says: str | None = None, max_tokens: int = 16) -> dict[str, Any]:
+    async def turn(self, *new: dict[str, Any], says: str | None = None, max_tokens: int = 16) -> Answer:
         self.says.append(says)
         self.history += new
-        body = {"model": "m", "messages": self.history, "tools": [BASH], "max_tokens": max_tokens}
-        async with self.http.post(self.url, json=body) as response:
+        body = self.speaker.body(self.history, max_tokens)
+        async with self.http.post(self.base + self.speaker.path, json=body) as response:
             assert response.status == 200, await response.text()
-            message = (await response.json())["choices"][0]["message"]
-        self.history.append({name: value for name, value in message.items() if value is not None})
-        return message
+            answer = self.speaker.read(await response.json())
+        self.history += answer.echo
+        return answer
+
+    def user(self, text: str) -> dict[str, Any]:
+        return self.speaker.user(text)
+
+    def results(self, answer: Answer, *texts: str) -> list[dict[str, Any]]:
+        assert len(answer.calls) == len(texts), "the scripted calls were not parsed"
+        return self.speaker.results(answer, *texts)
 
 
 Opened = tuple[RolloutService, Client, Callable[[], CompletionSession]]
 
 
 @asynccontextmanager
-async def sessions(family: Family, cache: Path) -> AsyncGenerator[Opened]:
+async def sessions(family: Family, cache: Path, api: str = "openai_chat") -> AsyncGenerator[Opened]:
     directory, model = model_of(family.tokenizer, cache)
     says: list[str | None] = []
 
@@ -122,8 +122,8 @@ async def sessions(family: Family, cache: Path) -> AsyncGenerator[Opened]:
             aiohttp.ClientSession() as http,
             service.proxy.session("s", Conversation(service.policy, "s")) as session,
         ):
-            url = f"{service.proxy.url}/s/{session.key}/v1/chat/completions"
-            yield service, Client(http, url, says, [SYSTEM]), session.seal
+            base, speaker = f"{service.proxy.url}/s/{session.key}", SPEAKERS[api]
+            yield service, Client(http, base, says, speaker, [speaker.system("You work in a shell.")]), session.seal
 
 
 @functools.cache
@@ -131,61 +131,53 @@ def renderer_of(directory: Path, kind: str) -> Renderer:
     return load_renderer(directory, kind=kind)
 
 
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def results(message: dict[str, Any], *texts: str) -> list[dict[str, Any]]:
-    calls = message["tool_calls"]
-    assert len(calls) == len(texts), "the scripted calls were not parsed"
-    return [{"role": "tool", "tool_call_id": c["id"], "content": t} for c, t in zip(calls, texts, strict=True)]
-
-
 def call(family: Family, *commands: str) -> str:
     return "\n".join(family.call.format(arguments=json.dumps({"command": command})) for command in commands)
 
 
 async def plain(client: Client, family: Family) -> None:
-    await client.turn(user("hello"))
-    await client.turn(user("go on"))
-    await client.turn(user("and on"))
+    await client.turn(client.user("hello"))
+    await client.turn(client.user("go on"))
+    await client.turn(client.user("and on"))
 
 
 async def tool_calls(client: Client, family: Family) -> None:
-    first = await client.turn(user("list"), says="I look.\n" + call(family, "ls"), max_tokens=400)
-    second = await client.turn(*results(first, "a.py\nb.py"), says=call(family, "cat a.py"), max_tokens=400)
-    await client.turn(*results(second, "print(1)"))
+    first = await client.turn(client.user("list"), says="I look.\n" + call(family, "ls"), max_tokens=400)
+    second = await client.turn(*client.results(first, "a.py\nb.py"), says=call(family, "cat a.py"), max_tokens=400)
+    await client.turn(*client.results(second, "print(1)"))
 
 
 async def parallel_calls(client: Client, family: Family) -> None:
-    first = await client.turn(user("both"), says=call(family, "ls", "pwd"), max_tokens=400)
-    await client.turn(*results(first, "a.py", "/workspace"))
-    await client.turn(user("thanks"))
+    first = await client.turn(client.user("both"), says=call(family, "ls", "pwd"), max_tokens=400)
+    await client.turn(*client.results(first, "a.py", "/workspace"))
+    await client.turn(client.user("thanks"))
 
 
 async def reasoning(client: Client, family: Family) -> None:
-    await client.turn(user("think"), says="<think>\nhmm, well\n</think>\n\nDone.", max_tokens=400)
-    await client.turn(user("again"), says="<think>\nmore\n</think>\n\nDone again.", max_tokens=400)
-    await client.turn(user("last"))
+    await client.turn(client.user("think"), says="<think>\nhmm, well\n</think>\n\nDone.", max_tokens=400)
+    await client.turn(client.user("again"), says="<think>\nmore\n</think>\n\nDone again.", max_tokens=400)
+    await client.turn(client.user("last"))
 
 
 async def cut_by_length(client: Client, family: Family) -> None:
-    await client.turn(user("long"), says="This answer is cut somewhere in its middle, before it ends.", max_tokens=5)
-    cut = await client.turn(user("and a call"), says=call(family, "ls -la /somewhere/far"), max_tokens=9)
-    assert not cut.get("tool_calls")
-    await client.turn(user("go on"))
+    await client.turn(
+        client.user("long"), says="This answer is cut somewhere in its middle, before it ends.", max_tokens=5
+    )
+    cut = await client.turn(client.user("and a call"), says=call(family, "ls -la /somewhere/far"), max_tokens=9)
+    assert not cut.calls
+    await client.turn(client.user("go on"))
 
 
 async def reminder_in_the_middle(client: Client, family: Family) -> None:
-    await client.turn(user("hello"))
-    await client.turn({"role": "system", "content": "Remember: be brief."}, user("go on"))
-    await client.turn(user("and on"))
+    await client.turn(client.user("hello"))
+    await client.turn(client.speaker.system("Remember: be brief."), client.user("go on"))
+    await client.turn(client.user("and on"))
 
 
 async def unicode(client: Client, family: Family) -> None:
-    await client.turn(user("名前は? 👩‍🚀 \u0000 e\u0301"), says="Ünïcödé — 🤷🏽‍♀️ ﷽ \ufeff.", max_tokens=400)
-    first = await client.turn(user("run"), says=call(family, "echo 'é👍\t\"\\'"), max_tokens=400)
-    await client.turn(*results(first, "é👍\r\n\x1b[0m"))
+    await client.turn(client.user("名前は? 👩‍🚀 \u0000 e\u0301"), says="Ünïcödé — 🤷🏽‍♀️ ﷽ \ufeff.", max_tokens=400)
+    first = await client.turn(client.user("run"), says=call(family, "echo 'é👍\t\"\\'"), max_tokens=400)
+    await client.turn(*client.results(first, "é👍\r\n\x1b[0m"))
 
 
 CASES = [plain, tool_calls, parallel_calls, reasoning, cut_by_length, reminder_in_the_middle, unicode]
@@ -202,13 +194,24 @@ async def worst_difference(service: RolloutService, traces: Sequence[Trace]) -> 
     return worst
 
 
+FAMILIES_AND_APIS = [
+    *((name, "openai_chat") for name in FAMILIES),
+    *(
+        (name, api)
+        for name in ("Qwen3, the renderers package", "ChatML over bytes")
+        for api in SPEAKERS
+        if api != "openai_chat"
+    ),
+]
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "api"), FAMILIES_AND_APIS)
 async def test_every_trained_token_has_the_log_probability_it_was_sampled_with(
-    name: str, case: Callable[[Client, Family], Any], tmp_path_factory: pytest.TempPathFactory
+    name: str, api: str, case: Callable[[Client, Family], Any], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     family = FAMILIES[name]
-    async with sessions(family, cache_of(tmp_path_factory)) as (service, client, seal):
+    async with sessions(family, cache_of(tmp_path_factory), api) as (service, client, seal):
         await case(client, family)
         session = seal()
         traces = PrefixMerging().build(session)
@@ -227,7 +230,7 @@ async def test_the_same_check_finds_the_drift_of_rerendered_prompts(
     family = FAMILIES[name]
     async with sessions(family, cache_of(tmp_path_factory)) as (service, client, seal):
         for _ in range(4):
-            await client.turn(user("go on"), max_tokens=32)
+            await client.turn(client.user("go on"), max_tokens=32)
         worst, engine = 0.0, service.engine
         assert isinstance(engine, TransformersEngine)
         for completion in seal().completions[1:]:
