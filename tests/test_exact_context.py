@@ -1,7 +1,8 @@
 """The claim of the library: log-probabilities recomputed over a trace are the recorded ones, for every trained token.
 
-Black box in, trace out: a client talks each of the four model APIs to the proxy over real tokenizers and chat templates; a
-small float32 model with random weights samples (or is made to say what a case needs); then the whole trace is scored.
+Black box in, trace out: a client talks each of the four model APIs to the proxy over real tokenizers and chat
+templates; a small float32 model with random weights samples (or is made to say what a case needs); then the whole trace
+is scored at once.
 """
 
 from __future__ import annotations

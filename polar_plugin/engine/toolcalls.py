@@ -124,9 +124,27 @@ def gather(tokenizer: Tokenizer, ids: Sequence[int], content: str, attempts: Seq
     return Found("\n".join(part for part in rest if part), tuple(calls), malformed)
 
 
+def without_half_call(content: str) -> str:
+    """The text of a turn that was cut by length, without the call in which it was cut.
+
+    Its markup would be shown as an answer, echoed, and read by the model as its own way to write.
+    """
+    starts = (content.rfind(mark) for mark in _OPENINGS)
+    if still_open := [at for at in starts if at >= 0 and not any(mark in content[at:] for mark in _CLOSINGS)]:
+        return content[: min(still_open)].rstrip()
+    said = content.lstrip()
+    if said.startswith(("{", _PYTHON_TAG)) and _begins_llama_call(said.removeprefix(_PYTHON_TAG).strip()):
+        return ""
+    cut = (size for mark in _OPENINGS for size in range(len(mark) - 1, 4, -1) if content.endswith(mark[:size]))
+    return content[: len(content) - next(cut, 0)].rstrip()
+
+
 # --- formats read from text -------------------------------------------------------------------------------------------
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_PYTHON_TAG = "<|python_tag|>"
+_OPENINGS = (_OPEN, "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<|tool_calls_section_begin|>", "<function=")
+_CLOSINGS = (_CLOSE, "<｜tool▁call▁end｜>", "<|tool_call_end|>")
 _SPACE = re.compile(r"\s*")
 _FIRST_KEY = re.compile(r'\{\s*"?(\w*)')
 _BETWEEN = re.compile(r"[\s;]*")
@@ -177,7 +195,7 @@ def _hermes_call(text: str, start: int) -> tuple[ToolCall | None, int]:
 
 def _llama(text: str, tools: Sequence[Tool]) -> Found:
     """The whole turn is `{"name": ..., "parameters": {...}}`, or several of them with ";" between."""
-    said = text.strip().removeprefix("<|python_tag|>").strip()
+    said = text.strip().removeprefix(_PYTHON_TAG).strip()
     if not said.startswith("{"):
         return Found(text.strip())
     calls: list[ToolCall] = []

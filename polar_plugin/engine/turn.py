@@ -15,10 +15,20 @@ import anyio.to_thread
 import numpy as np
 
 from ..errors import ContextOverflow, EngineError
-from ..records import BreakReason, ChatRequest, Completion, Generation, Message, SamplingParams, TokenIds
+from ..records import (
+    BreakReason,
+    ChatRequest,
+    Completion,
+    FinishReason,
+    Generation,
+    Message,
+    SamplingParams,
+    TokenIds,
+)
 from .base import Engine, Parsed, Renderer
 from .buffer import TokenBuffer
 from .history import History, Match
+from .toolcalls import without_half_call
 
 T = TypeVar("T")
 _INLINE_CHARACTERS = 16_384  # about 5 ms of tokenisation: beyond it the event loop is left
@@ -146,9 +156,12 @@ class Conversation:
 
     async def _parse(self, generation: Generation, request: ChatRequest, prompt_ids: TokenIds) -> Parsed:
         renderer = self._policy.renderer
-        return await _cpu(
+        parsed = await _cpu(
             lambda: renderer.parse(generation.output_ids, request, prompt_ids), 4 * len(generation.output_ids)
         )
+        if generation.finish_reason is FinishReason.LENGTH and parsed.malformed_calls:
+            return replace(parsed, reply=replace(parsed.reply, content=without_half_call(parsed.reply.content)))
+        return parsed
 
     def _with_call_ids(self, reply: Message) -> Message:
         calls = tuple(replace(call, id=call.id or f"call_{self._new_id()[:24]}") for call in reply.tool_calls)

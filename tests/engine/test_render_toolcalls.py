@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from polar_plugin.engine.tokenizer import Tokenizer
-from polar_plugin.engine.toolcalls import Found, guess_tool_parser, split_reasoning, tool_parser
+from polar_plugin.engine.toolcalls import Found, guess_tool_parser, split_reasoning, tool_parser, without_half_call
 from polar_plugin.errors import ConfigError
 from polar_plugin.records import Tool
 from tests import tokenizers
@@ -219,3 +219,22 @@ def test_the_format_is_guessed_from_the_templates_text() -> None:
 )
 def test_reasoning_is_one_block_at_the_start(text: str, opened: bool, expected: tuple[str, str, bool]) -> None:
     assert split_reasoning(text, opened=opened) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ('I look.\n<tool_call>\n{"name": "bash", "argu', "I look."),
+        ("I look.\n<tool_c", "I look."),
+        ('<|python_tag|>{"name": "bash", "param', ""),
+        ('{"name": "ba', ""),
+        ('{"na', ""),
+        ('{"answer": 4', '{"answer": 4'),
+        ("I look.\n<function=bash>\n<parameter=command>\nls", "I look."),
+        ("Hm.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>ba", "Hm."),
+        ("<tool_call>\n{]\n</tool_call>\nI meant", "<tool_call>\n{]\n</tool_call>\nI meant"),
+        ("if a < b:", "if a < b:"),
+    ],
+)
+def test_case_114_of_a_turn_cut_within_a_call_only_the_text_before_it_is_an_answer(text: str, kept: str) -> None:
+    assert without_half_call(text) == kept
