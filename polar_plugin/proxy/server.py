@@ -83,25 +83,26 @@ class Proxy:
 
         Raises ConfigError where an address cannot be listened on.
         """
-        runner = web.AppRunner(
-            self._application(),
-            handler_cancellation=True,  # a hang-up cancels the turn
-            auto_decompress=False,  # bodies are decoded here, under a cap
-            keepalive_timeout=self.config.idle_seconds,
-            shutdown_timeout=_SHUTDOWN_SECONDS,
-            access_log=None,  # paths may hold session keys
-        )
-        await runner.setup()
-        try:
-            await self._listen(runner)
-            yield self
-        finally:
-            self._table.close_all()
-            with anyio.CancelScope(shield=True):
-                await runner.cleanup()
-            if self.unix_socket is not None:
-                self.unix_socket.unlink(missing_ok=True)
-            self.url = ""
+        async with self._table.running():
+            runner = web.AppRunner(
+                self._application(),
+                handler_cancellation=True,  # a hang-up cancels the turn
+                auto_decompress=False,  # bodies are decoded here, under a cap
+                keepalive_timeout=self.config.idle_seconds,
+                shutdown_timeout=_SHUTDOWN_SECONDS,
+                access_log=None,  # paths may hold session keys
+            )
+            await runner.setup()
+            try:
+                await self._listen(runner)
+                yield self
+            finally:
+                self._table.close_all()
+                with anyio.CancelScope(shield=True):
+                    await runner.cleanup()
+                if self.unix_socket is not None:
+                    self.unix_socket.unlink(missing_ok=True)
+                self.url = ""
 
     @asynccontextmanager
     async def session(self, session_id: str, reply: Reply, /, **metadata: Any) -> AsyncGenerator[Session]:
