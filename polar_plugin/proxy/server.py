@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from .openai_chat import OpenAIChat
 from .session import Reply, Session, SessionTable
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-_PREFIXES = ("", "/s/{key}")
+_PREFIXES = ("", "/s/{key:[A-Za-z0-9_-]+}")
 _SHUTDOWN_SECONDS = 2.0
 _DIALECTS: tuple[Dialect, ...] = (OpenAIChat(),)
 """OpenAI Chat is last: it takes what no other one knows."""
@@ -158,6 +159,8 @@ class Proxy:
         async def handle(request: web.Request) -> web.StreamResponse:
             dialect = _spoken(dialects, request)
             try:
+                if not _as_written(request):
+                    return await self._unknown(request, dialect)
                 return await answer(request, dialect)
             except PolarError as error:
                 return refusal(dialect, error)
@@ -199,6 +202,15 @@ def _spoken(dialects: Sequence[Dialect], request: web.Request) -> Dialect:
     path = request.path.removeprefix(f"/s/{request.match_info.get('key', '')}")
     headers = {name.lower(): value for name, value in request.headers.items()}
     return next((dialect for dialect in dialects if dialect.speaks(path, headers)), dialects[-1])
+
+
+def _as_written(request: web.Request) -> bool:
+    """Whether the path is spelled as its route is: only within a model's name may characters be escaped."""
+    written, resource = request.rel_url.raw_path, request.match_info.route.resource
+    if "%" not in written or resource is None:
+        return True
+    route = resource.canonical.replace("{key}", request.match_info.get("key", ""))
+    return bool(re.fullmatch(".+".join(map(re.escape, re.split(r"\{\w+\}", route))), written))
 
 
 def _keys(request: web.Request) -> Iterator[str]:

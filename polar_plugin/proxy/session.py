@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -18,7 +18,8 @@ from ..records import ChatRequest, Completion, CompletionSession, Delivery
 from .gate import Gate
 from .shared import Shared
 
-Spawn = Callable[[Callable[[], Awaitable[None]]], None]
+Work = Callable[[], Coroutine[Any, Any, None]]
+Spawn = Callable[[Work], None]
 """Starts a task of the proxy's own, which outlives the call that asked for it."""
 
 
@@ -280,6 +281,6 @@ class SessionTable:
         for session in list(self._open.values()):
             self.close(session)
 
-    def _spawn(self, work: Callable[[], Awaitable[None]]) -> None:
+    def _spawn(self, work: Work) -> None:
         assert self._tasks is not None, "calls are answered within running()"
         self._tasks.start_soon(work)
