@@ -48,6 +48,11 @@ class RendererConfig(_Part):
     tool_parser: str | None = None
     reasoning_parser: str | None = None
     chat_template_kwargs: Mapping[str, Any] = Field(default_factory=dict)
+    images: Literal["placeholder", "reject"] = "placeholder"
+    """What a model that sees no images is told of one: a short text in its place, counted, or the request is refused.
+
+    The renderers that come with this library see none, as engines are sent token ids alone.
+    """
 
 
 class SamplingConfig(_Part):
@@ -91,7 +96,20 @@ class BudgetConfig(_Part):
     evaluation: float = Field(default=1800.0, gt=0)
     cleanup: float = Field(default=30.0, gt=0)
     first_call: float | None = Field(default=120.0, gt=0)
-    """No model call within this time after the start: the harness did not start, an infrastructure error."""
+    """No model call within this time after the start: the harness did not start, an infrastructure error.
+
+    null: wait for as long as the task's own time. The slowest agent program known calls after some 15 s.
+    """
+    linger: float | None = Field(default=20.0, gt=0)
+    """A program that has printed its result (`Launch.finished`) and makes no model call for this long is ended.
+
+    The attempt counts as completed. null: it is waited for.
+    """
+    idle: float | None = Field(default=300.0, gt=0)
+    """A program that neither prints nor calls for this long after a model call failed is ended: it hangs.
+
+    Longer than any program waits before it tries again. null: it is waited for.
+    """
 
 
 class RecordingConfig(_Part):

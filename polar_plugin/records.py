@@ -331,6 +331,8 @@ class Completion:
     break_reason: BreakReason | None = None
     malformed_calls: int = 0
     """Tool calls the model wrote that could not be parsed; they stay in `reply.content` as text."""
+    images_omitted: int = 0
+    """Images that came with this call and that the model did not see: the text `IMAGE` stands in their place."""
 
     @property
     def role(self) -> Role:

@@ -75,7 +75,8 @@ class RolloutService:
             self.engine = await stack.enter_async_context(engine)
             self.info = await self.engine.probe()
             length = min(self.config.engine.context_length or self.info.context_length, self.info.context_length)
-            self.policy = Policy(self.engine, renderer, self.config.sampling.params(), length)
+            sampling, images = self.config.sampling.params(), self.config.renderer.images
+            self.policy = Policy(self.engine, renderer, sampling, length, images)
             sockets = stack.enter_context(tempfile.TemporaryDirectory(prefix="polar-"))
             self.proxy = Proxy(ProxyConfig(unix_socket=Path(sockets) / "proxy.sock", **self.config.proxy.model_dump()))
             await stack.enter_async_context(self.proxy.serving())
@@ -186,6 +187,12 @@ class Ledger:
 
     async def first_call(self) -> None:
         await self._session.called.wait()
+
+    async def stirred(self) -> None:
+        await self._session.stirred()
+
+    async def quiet(self, seconds: float) -> None:
+        await self._session.quiet(seconds)
 
     def seal(self) -> CompletionSession:
         return self._session.seal()

@@ -76,6 +76,15 @@ class Renderer(Protocol):
         """The ids that end an assistant turn."""
         ...
 
+    @property
+    def multimodal(self) -> bool:
+        """Whether it reads `Message.parts` and says images as ids; engines are sent ids and nothing else.
+
+        Without it the model reads the text `records.IMAGE` where an image stood, or the request is refused
+        (`engine.turn.Policy.images`).
+        """
+        ...
+
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> TokenIds:
         """The whole prompt, generation prompt included. Raises BadRequest where the format cannot say it."""
         ...

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import orjson
 
-from ..records import BreakReason, ChatRequest, Completion, Message, Tool, ToolCall
+from ..records import BreakReason, ChatRequest, Completion, Image, Message, Tool, ToolCall
 
 Digest = bytes
 
@@ -103,7 +103,8 @@ def message_digest(message: Message) -> Digest:
     """
     hasher = hashlib.blake2b(digest_size=16)
     content = message.content.strip() if message.role == "assistant" else message.content
-    for part in (message.role, content, *(_call_text(call) for call in message.tool_calls)):
+    images = (f"{one.media_type}\0{one.url}\0{one.data}" for one in message.parts if isinstance(one, Image))
+    for part in (message.role, content, *(_call_text(call) for call in message.tool_calls), *images):
         data = part.encode("utf-8", "surrogatepass")
         hasher.update(len(data).to_bytes(8, "little") + data)
     return hasher.digest()

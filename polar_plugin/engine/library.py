@@ -52,6 +52,7 @@ class LibraryRenderer:
         stop_ids: list[int] = [*ends, *tokenizer.stop_ids]
         self.stop_ids = tuple(dict.fromkeys(stop_ids))
         self.vocab_size = tokenizer.vocab_size
+        self.multimodal = False
         start = tokenizer.special.get("<|start|>")
         self._edges = np.array([*ends, *([] if start is None else [start])], np.int32)
         self._foreign_ends = frozenset(tokenizer.stop_ids) - frozenset(ends)

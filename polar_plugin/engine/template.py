@@ -68,6 +68,7 @@ class TemplateRenderer:
             dict.fromkeys([*(tokenizer.special[closer] for closer in closers), *tokenizer.stop_ids])
         )
         self.vocab_size = tokenizer.vocab_size
+        self.multimodal = False
         self._proved: dict[Kind, BreakReason | None] = {}
 
     # --- Renderer -----------------------------------------------------------------------------------------------------

@@ -9,18 +9,19 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import anyio.to_thread
 import numpy as np
 
-from ..errors import ContextOverflow, EngineError
+from ..errors import BadRequest, ContextOverflow, EngineError
 from ..records import (
     BreakReason,
     ChatRequest,
     Completion,
     FinishReason,
     Generation,
+    Image,
     Message,
     SamplingParams,
     TokenIds,
@@ -43,6 +44,8 @@ class Policy:
     sampling: SamplingParams
     """The trainer's; `max_tokens` is its limit for one turn."""
     context_length: int
+    images: Literal["placeholder", "reject"] = "placeholder"
+    """Where the renderer sees no images: the text `records.IMAGE` in their place, counted, or a BadRequest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,7 @@ class Conversation:
             parent=prompt.parent.id if prompt.parent else None,
             break_reason=prompt.break_reason,
             malformed_calls=parsed.malformed_calls,
+            images_omitted=self._omitted(request, prompt.parent),
         )
         self._remember(completion, prompt)
         return completion
@@ -118,6 +122,7 @@ class Conversation:
 
     async def _rendered(self, request: ChatRequest) -> tuple[Completion | None, TokenIds, BreakReason | None]:
         """The completion that is continued and the ids that follow its own; without one all ids, and why."""
+        self._refuse_images(request)
         found = self._history.find(request)
         if isinstance(found, Match):
             delta = await self._extend(found, request)
@@ -134,6 +139,19 @@ class Conversation:
         parent, renderer = found.completion, self._policy.renderer
         tokens = self._buffers[parent.id].view(parent.length)
         return await _cpu(lambda: renderer.extend(parent, tokens, found.new, request.tools), _characters(found.new))
+
+    def _refuse_images(self, request: ChatRequest) -> None:
+        if self._policy.images == "placeholder" or self._policy.renderer.multimodal:
+            return
+        for i, message in enumerate(request.messages):
+            if message.parts:
+                raise BadRequest("this model sees no images; send text (renderer.images)", path=f"messages.{i}")
+
+    def _omitted(self, request: ChatRequest, parent: Completion | None) -> int:
+        """Images for which this prompt has a text, its parent's aside."""
+        known = len(parent.request.messages) + 1 if parent else 0
+        parts = (part for message in request.messages[known:] for part in message.parts)
+        return 0 if self._policy.renderer.multimodal else sum(isinstance(part, Image) for part in parts)
 
     def _check(self, ids: TokenIds) -> None:
         """One id out of range kills some engines, so none leaves us."""

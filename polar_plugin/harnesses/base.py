@@ -37,6 +37,12 @@ class Launch:
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     stdin: bytes = b""
     ok_exit_codes: frozenset[int] = frozenset({0})
+    finished: str = ""
+    """A regular expression for the beginning of the stdout line (4096 bytes of it) with which the program is done.
+
+    For programs that may print their result and not exit: `budgets.linger` seconds later they are ended, and the
+    attempt counts as completed. "": there is no such line.
+    """
 
 
 class Harness(Protocol):

@@ -13,7 +13,7 @@ from typing import Any, cast
 from ..errors import ConfigError
 from .base import Launch, LaunchContext
 
-_SETTINGS = ("agent_files", "files", "ok_exit_codes", "stdin")
+_SETTINGS = ("agent_files", "files", "finished", "ok_exit_codes", "stdin")
 
 
 class Shell:
@@ -22,7 +22,8 @@ class Shell:
     * `files`: {path: text}, written before the start; relative paths lie in $HOME;
     * `agent_files`: a file or directory of this machine (or a list of them), copied into $HOME under its own name;
     * `stdin`: "instruction" to write the instruction to the program's standard input, which is empty otherwise;
-    * `ok_exit_codes`: the exit codes that are no failure, [0] by default.
+    * `ok_exit_codes`: the exit codes that are no failure, [0] by default;
+    * `finished`: a regular expression for the stdout line that ends the program's work (`Launch.finished`).
     """
 
     name = "shell"
@@ -47,6 +48,7 @@ class Shell:
             env={**environment(context), **context.agent.env},
             stdin=context.instruction.encode() if settings.get("stdin") else b"",
             ok_exit_codes=frozenset(settings.get("ok_exit_codes", (0,))),
+            finished=settings.get("finished", ""),
         )
 
 

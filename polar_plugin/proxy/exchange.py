@@ -56,9 +56,13 @@ class Exchange:
         The completion is on the ledger before the first byte of it is written, and is marked on every way out:
         delivered once the last byte has left this process over an open connection, undelivered otherwise.
         """
-        incoming = await read(self.request, self.limits.max_body_bytes, self.session.recall)
-        with unexpected_as_polar_error():
-            chat = self.dialect.decode(incoming)
+        try:
+            incoming = await read(self.request, self.limits.max_body_bytes, self.session.recall)
+            with unexpected_as_polar_error():
+                chat = self.dialect.decode(incoming)
+        except PolarError as error:
+            self.session.refused(error)
+            raise
         try:
             return await (self._stream if chat.stream else self._whole)(incoming, chat)
         finally:

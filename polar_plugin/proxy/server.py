@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from .openai_chat import OpenAIChat
 from .session import Reply, Session, SessionTable
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-_PREFIXES = ("", "/s/{key}")
+_PREFIXES = ("", "/s/{key:[A-Za-z0-9_-]+}")
 _SHUTDOWN_SECONDS = 2.0
 _DIALECTS: tuple[Dialect, ...] = (OpenAIChat(),)
 """OpenAI Chat is last: it takes what no other one knows."""
@@ -83,25 +84,26 @@ class Proxy:
 
         Raises ConfigError where an address cannot be listened on.
         """
-        runner = web.AppRunner(
-            self._application(),
-            handler_cancellation=True,  # a hang-up cancels the turn
-            auto_decompress=False,  # bodies are decoded here, under a cap
-            keepalive_timeout=self.config.idle_seconds,
-            shutdown_timeout=_SHUTDOWN_SECONDS,
-            access_log=None,  # paths may hold session keys
-        )
-        await runner.setup()
-        try:
-            await self._listen(runner)
-            yield self
-        finally:
-            self._table.close_all()
-            with anyio.CancelScope(shield=True):
-                await runner.cleanup()
-            if self.unix_socket is not None:
-                self.unix_socket.unlink(missing_ok=True)
-            self.url = ""
+        async with self._table.running():
+            runner = web.AppRunner(
+                self._application(),
+                handler_cancellation=True,  # a hang-up cancels the turn
+                auto_decompress=False,  # bodies are decoded here, under a cap
+                keepalive_timeout=self.config.idle_seconds,
+                shutdown_timeout=_SHUTDOWN_SECONDS,
+                access_log=None,  # paths may hold session keys
+            )
+            await runner.setup()
+            try:
+                await self._listen(runner)
+                yield self
+            finally:
+                self._table.close_all()
+                with anyio.CancelScope(shield=True):
+                    await runner.cleanup()
+                if self.unix_socket is not None:
+                    self.unix_socket.unlink(missing_ok=True)
+                self.url = ""
 
     @asynccontextmanager
     async def session(self, session_id: str, reply: Reply, /, **metadata: Any) -> AsyncGenerator[Session]:
@@ -157,6 +159,8 @@ class Proxy:
         async def handle(request: web.Request) -> web.StreamResponse:
             dialect = _spoken(dialects, request)
             try:
+                if not _as_written(request):
+                    return await self._unknown(request, dialect)
                 return await answer(request, dialect)
             except PolarError as error:
                 return refusal(dialect, error)
@@ -198,6 +202,15 @@ def _spoken(dialects: Sequence[Dialect], request: web.Request) -> Dialect:
     path = request.path.removeprefix(f"/s/{request.match_info.get('key', '')}")
     headers = {name.lower(): value for name, value in request.headers.items()}
     return next((dialect for dialect in dialects if dialect.speaks(path, headers)), dialects[-1])
+
+
+def _as_written(request: web.Request) -> bool:
+    """Whether the path is spelled as its route is: only within a model's name may characters be escaped."""
+    written, resource = request.rel_url.raw_path, request.match_info.route.resource
+    if "%" not in written or resource is None:
+        return True
+    route = resource.canonical.replace("{key}", request.match_info.get("key", ""))
+    return bool(re.fullmatch(".+".join(map(re.escape, re.split(r"\{\w+\}", route))), written))
 
 
 def _keys(request: web.Request) -> Iterator[str]:

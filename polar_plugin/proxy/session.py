@@ -5,14 +5,22 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import anyio
+from anyio.abc import TaskGroup
 
-from ..errors import SessionSealed, UnknownSession
+from ..errors import PolarError, SessionSealed, UnknownSession
 from ..records import ChatRequest, Completion, CompletionSession, Delivery
 from .gate import Gate
+from .shared import Shared
+
+Work = Callable[[], Coroutine[Any, Any, None]]
+Spawn = Callable[[Work], None]
+"""Starts a task of the proxy's own, which outlives the call that asked for it."""
 
 
 class Reply(Protocol):
@@ -30,23 +38,29 @@ class Reply(Protocol):
 class Session:
     """Mutable: open, then sealed. Lives on one event loop."""
 
-    def __init__(self, key: str, session_id: str, reply: Reply, gate: Gate, metadata: Mapping[str, Any]) -> None:
+    def __init__(
+        self, key: str, session_id: str, reply: Reply, gate: Gate, spawn: Spawn, metadata: Mapping[str, Any]
+    ) -> None:
         self.key = key
         self.session_id = session_id
         self.metadata = metadata
         self.counts: Counter[str] = Counter()
-        """`calls`, `token_counts`, `recorded`, `retries`, `hangups`, `undelivered`, `refused_sealed`,
-        `malformed_calls`, `errors.<class>`, `ignored.<path>`."""
+        """`calls`, `joined` (calls that waited for the answer to an equal one), `token_counts`, `recorded`, `retries`,
+        `hangups`, `undelivered`, `refused_sealed`, `malformed_calls`, `images_omitted`, `errors.<class>`,
+        `ignored.<path>`."""
         self.called = anyio.Event()
         """Set at the first model call: `await session.called.wait()` under a deadline shows a harness that hangs."""
         self.first_call: float | None = None
         self.last_activity: float | None = None
         """Unix seconds at which a call last began or ended."""
         self.last_error: Exception | None = None
-        """What the latest call failed with; None again once one succeeds."""
+        """What the latest call failed with, or was refused for; None again once one succeeds."""
         self._reply = reply
         self._gate = gate
-        self._turns: set[anyio.CancelScope] = set()
+        self._spawn = spawn
+        self._turns: dict[Shared, None] = {}
+        self._stirred = anyio.Event()
+        self._stirred_at = anyio.current_time()
         self._completions: list[Completion] = []
         self._delivery: dict[str, Delivery] = {}
         self._ledger: CompletionSession | None = None
@@ -67,29 +81,53 @@ class Session:
 
     @property
     def in_flight(self) -> int:
-        """Turns that are being generated, or held at the gate."""
+        """Replies that are being generated, or held at the gate."""
         return len(self._turns)
 
     async def turn(self, request: ChatRequest) -> Completion:
         """Generate a reply and record it, in one step: what this returns is on the ledger, as PENDING.
 
-        Raises SessionSealed, also when `seal` cancels it under way, and whatever the reply raises. Cancelled or failed,
-        it records nothing.
+        An equal request under way is joined instead: both calls return its completion. Raises SessionSealed, also when
+        `seal` cancels it under way, and whatever the reply raises. Failed, or cancelled in every call that waits for
+        it, it records nothing.
         """
         self._begin(request)
+        shared = next((one for one in self._turns if one.answers(request)), None)
+        if shared is None:
+            shared = self._start(request)
+        else:
+            self.counts["joined"] += 1
         try:
-            completion = await self._generate(request)
+            completion = await shared.result()
         except anyio.get_cancelled_exc_class():
-            self.counts["hangups"] += 1
-            raise
-        except Exception as error:
-            self.last_error = error
-            self.counts[f"errors.{type(error).__name__}"] += 1
+            if shared.completion is None:
+                self.counts["hangups"] += 1
+            else:
+                self.mark(shared.completion.id, Delivery.UNDELIVERED)
             raise
         finally:
-            self.last_activity = time.time()
-        self._record(completion)
+            self._stir()
+        if completion is None:
+            raise SessionSealed(f"session {self.session_id} was sealed while the call was under way")
         return completion
+
+    def refused(self, error: PolarError) -> None:
+        """Note a call that could not even be read. It is on no ledger."""
+        self._failed(error)
+        self._stir()
+
+    async def stirred(self) -> None:
+        """Returns when a model call next begins, ends or is refused."""
+        await self._stirred.wait()
+
+    async def quiet(self, seconds: float) -> None:
+        """Returns once none has begun, ended, been refused or been under way for `seconds` on end."""
+        while True:
+            left = self._stirred_at + seconds - anyio.current_time()
+            with anyio.move_on_after(None if self._turns else max(left, 0)) as scope:
+                await self.stirred()
+            if scope.cancelled_caught:
+                return
 
     async def count(self, request: ChatRequest) -> int:
         """The number of prompt tokens that `turn` would send. Raises SessionSealed, and what the reply raises."""
@@ -111,39 +149,59 @@ class Session:
         """End the session: turns in flight are cancelled, answers not yet delivered never will be. Idempotent."""
         if self._ledger is None:
             self._ledger = self._close_ledger()
-            for scope in list(self._turns):
-                scope.cancel()
+            for shared in list(self._turns):
+                shared.cancel()
         return self._ledger
 
     def _begin(self, request: ChatRequest) -> None:
         if self.sealed:
             self.counts["refused_sealed"] += 1
             raise SessionSealed(f"session {self.session_id} is over; start a new attempt")
-        self.last_activity = time.time()
+        self._stir()
         self.first_call = self.last_activity if self.first_call is None else self.first_call
         self.called.set()
         self.counts["calls"] += 1
         self.counts["retries"] += request.retry
         self.counts.update(f"ignored.{path}" for path in request.ignored)
 
-    async def _generate(self, request: ChatRequest) -> Completion:
-        with anyio.CancelScope() as scope:
-            self._turns.add(scope)
-            try:
-                await self._gate.passed()
-                completion = await self._reply(request)
-            finally:
-                self._turns.discard(scope)
-            if not self.sealed:
-                return completion
-        raise SessionSealed(f"session {self.session_id} was sealed while the call was under way")
+    def _start(self, request: ChatRequest) -> Shared:
+        shared = Shared(request)
+        self._turns[shared] = None
+        self._spawn(partial(shared.run, partial(self._generate, shared)))
+        return shared
 
-    def _record(self, completion: Completion) -> None:
+    async def _generate(self, shared: Shared) -> Completion:
+        try:
+            await self._gate.passed()
+            completion = await self._reply(shared.request)
+        except Exception as error:
+            self._failed(error)
+            raise
+        finally:
+            del self._turns[shared]
+            self._stir()
+        if self.sealed:
+            raise SessionSealed(f"session {self.session_id} was sealed while the call was under way")
+        self._record(completion, Delivery.PENDING if shared.wanted else Delivery.UNDELIVERED)
+        return completion
+
+    def _record(self, completion: Completion, delivery: Delivery) -> None:
         self.last_error = None
         self.counts["recorded"] += 1
         self.counts["malformed_calls"] += completion.malformed_calls
+        self.counts["images_omitted"] += completion.images_omitted
         self._completions.append(completion)
-        self._delivery[completion.id] = Delivery.PENDING
+        self._delivery[completion.id] = delivery
+
+    def _failed(self, error: Exception) -> None:
+        self.last_error = error
+        self.counts[f"errors.{type(error).__name__}"] += 1
+
+    def _stir(self) -> None:
+        self.last_activity = time.time()
+        self._stirred_at = anyio.current_time()
+        self._stirred.set()
+        self._stirred = anyio.Event()
 
     def _close_ledger(self) -> CompletionSession:
         lost = {Delivery.PENDING: Delivery.UNDELIVERED}
@@ -160,17 +218,36 @@ class Session:
 
 
 class SessionTable:
-    """The open sessions by key. Keys of closed ones are remembered, so that a straggler is told what happened."""
+    """The open sessions by key. Keys of closed ones are remembered, so that a straggler is told what happened.
+
+    Calls are answered within `running()`.
+    """
 
     def __init__(self, *, remembered: int = 10_000) -> None:
         self.gate = Gate()
         self._open: dict[str, Session] = {}
         self._closed: dict[str, str] = {}
         self._remembered = remembered
+        self._tasks: TaskGroup | None = None
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[SessionTable]:
+        """Within it replies can be generated. On exit all sessions are sealed, and nothing is under way."""
+        failure: Exception | None = None
+        async with anyio.create_task_group() as self._tasks:
+            try:
+                yield self
+            except Exception as error:  # raised again below, so that the group does not wrap it
+                failure = error
+            finally:
+                self.close_all()
+            self._tasks.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
 
     def open(self, session_id: str, reply: Reply, metadata: Mapping[str, Any] | None = None) -> Session:
         """A new session under a key that nobody can guess."""
-        session = Session(secrets.token_urlsafe(24), session_id, reply, self.gate, metadata or {})
+        session = Session(secrets.token_urlsafe(24), session_id, reply, self.gate, self._spawn, metadata or {})
         self._open[session.key] = session
         return session
 
@@ -203,3 +280,7 @@ class SessionTable:
     def close_all(self) -> None:
         for session in list(self._open.values()):
             self.close(session)
+
+    def _spawn(self, work: Work) -> None:
+        assert self._tasks is not None, "calls are answered within running()"
+        self._tasks.start_soon(work)

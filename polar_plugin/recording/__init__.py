@@ -5,7 +5,7 @@ The first line is the session, then one line a completion, the last one its end:
     {"type": "session", "version": 1, "session_id", "task_id", "harness", "model", "tokenizer", "metadata"}
     {"type": "completion", "id", "parent", "role", "break_reason", "started", "ended", "api", "request", "sampling",
      "prompt_ids" or "prompt_delta", "output_ids", "logprobs", "finish_reason", "stop", "weight_versions", "reply",
-     "malformed_calls", "delivery"}
+     "malformed_calls", "images_omitted", "delivery"}
     {"type": "delivery", "id", "delivery"}
     {"type": "end", "status", "evaluation", "failure", "counts", "session_counts"}
 

@@ -128,6 +128,7 @@ def completion_json(completion: Completion, parent: Completion | None, delivery:
         "weight_versions": [[span.version, span.count] for span in generation.versions],
         "reply": message_json(completion.reply),
         "malformed_calls": completion.malformed_calls,
+        "images_omitted": completion.images_omitted,
     }
     return line if delivery is None else {**line, "delivery": delivery}
 
@@ -239,6 +240,7 @@ class CompletionReader:
             parent=line.get("parent"),
             break_reason=BreakReason(line["break_reason"]) if line.get("break_reason") else None,
             malformed_calls=line.get("malformed_calls") or 0,
+            images_omitted=line.get("images_omitted") or 0,
         )
         self._known[completion.id] = completion
         self._buffers[completion.id] = buffer.extended(len(prompt), output)

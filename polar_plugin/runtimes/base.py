@@ -32,6 +32,8 @@ class ExecResult:
     timed_out: bool = False
     oom: bool = False
     truncated: bool = False
+    ended: bool = False
+    """A `Watch` ended it: the exit code (137) is not the command's own."""
 
     @property
     def ok(self) -> bool:
@@ -41,6 +43,18 @@ class ExecResult:
     def text(self) -> str:
         """stdout then stderr, undecodable bytes replaced: for messages, not for patches."""
         return (self.stdout + self.stderr).decode(errors="replace")
+
+
+class Watch(Protocol):
+    """Looks at a command while it runs, and may end it."""
+
+    def saw(self, stream: int, piece: bytes) -> None:
+        """What it printed: stream 1 is stdout, 2 is stderr. Pieces are cut anywhere."""
+        ...
+
+    async def over(self) -> None:
+        """Returns when the command is to be ended as at a deadline; cancelled when it ends by itself."""
+        ...
 
 
 class Runtime(Protocol):
@@ -71,11 +85,13 @@ class Runtime(Protocol):
         env: Mapping[str, str] | None = None,
         stdin: bytes = b"",
         timeout: float | None = None,
+        watch: Watch | None = None,
     ) -> ExecResult:
         """Run a shell script (str) or an argument vector, never twice.
 
         Reading stdin gives `stdin` and then end-of-file. At `timeout` (seconds) every process the command started is
-        killed, what it printed is kept, and `timed_out` is set. Cancelling kills them too.
+        killed, what it printed is kept, and `timed_out` is set; the same where `watch` says so, with `ended`.
+        Cancelling kills them too.
         """
         ...
 

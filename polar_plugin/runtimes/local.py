@@ -32,7 +32,7 @@ import anyio
 from ..errors import ConfigError, SandboxError
 from ..records import RuntimeSpec
 from . import bubblewrap, forward
-from .base import ExecResult, ProxyEndpoint
+from .base import ExecResult, ProxyEndpoint, Watch
 from .bubblewrap import CONTROL, ETC_STUBS, HOME, Mounts, Program
 from .supervised import Start, python, run_isolated, run_plain
 from .trees import copy_tree, remove_tree
@@ -153,11 +153,13 @@ class LocalRuntime:
         env: Mapping[str, str] | None = None,
         stdin: bytes = b"",
         timeout: float | None = None,
+        watch: Watch | None = None,
     ) -> ExecResult:
         """As `Runtime.exec`; a script runs under bash, or sh without one. A missing `cwd` is exit code 126."""
         with self._execution() as execution:
             argv = self._script(execution, command) if isinstance(command, str) else tuple(command)
-            return await self._run(execution, argv, cwd=cwd or self.workdir, env=env, stdin=stdin, timeout=timeout)
+            place = cwd or self.workdir
+            return await self._run(execution, argv, cwd=place, env=env, stdin=stdin, timeout=timeout, watch=watch)
 
     async def upload(self, source: Path | bytes, target: str) -> None:
         """As `Runtime.upload`. The copy is made inside, with the sandbox's own rights: planted links lead nowhere."""
@@ -211,20 +213,23 @@ class LocalRuntime:
         env: Mapping[str, str] | None = None,
         stdin: bytes = b"",
         timeout: float | None = None,
+        watch: Watch | None = None,
         mounts: Mounts | None = None,
     ) -> ExecResult:
         start = self._start(argv, self._inside(cwd), env or {})
         limit = self._options.output_bytes
         with execution.scope:
             if self._bubblewrap is None:
-                return await run_plain(start, stdin=stdin, timeout=timeout, limit=limit)
+                return await run_plain(start, stdin=stdin, timeout=timeout, limit=limit, watch=watch)
             around = partial(
                 bubblewrap.arguments,
                 self._bubblewrap,
                 mounts or self._mounts(execution),
                 share_network=self._shares_network,
             )
-            return await run_isolated(start, around, f"{CONTROL}/forward.py", stdin=stdin, timeout=timeout, limit=limit)
+            return await run_isolated(
+                start, around, f"{CONTROL}/forward.py", stdin=stdin, timeout=timeout, limit=limit, watch=watch
+            )
         raise SandboxError("the sandbox was stopped while a command ran")
 
     def _start(self, argv: Sequence[str], cwd: str, env: Mapping[str, str]) -> Start:

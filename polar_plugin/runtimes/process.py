@@ -12,7 +12,7 @@ import anyio
 from anyio.abc import ByteReceiveStream, ByteSendStream, Process
 
 from ..errors import SandboxError
-from .base import ExecResult
+from .base import ExecResult, Watch
 
 KILL_GRACE = 10.0
 """Seconds that killed processes may take to vanish (a large one in an uninterruptible write, say)."""
@@ -52,34 +52,56 @@ class Command:
     """Kills it and all it has started; called again it does no harm."""
 
 
-async def run(command: Command, *, stdin: bytes, timeout: float | None, limit: int) -> ExecResult:
-    """Run to the end, or to `timeout` seconds; cancelling kills too. `limit` bytes are kept of each stream.
+async def run(
+    command: Command, *, stdin: bytes, timeout: float | None, limit: int, watch: Watch | None = None
+) -> ExecResult:
+    """Run to the end, to `timeout` seconds, or until `watch` ends it; cancelling kills too.
+
+    `limit` bytes are kept of each stream.
 
     Raises SandboxError where the process cannot be started, or killed.
     """
     began = time.monotonic()
     out, err = Tail(limit), Tail(limit)
     process = await _spawn(command)
-    timed_out = False
+    timed_out = ended = False
     try:
         async with anyio.create_task_group() as group:
-            group.start_soon(_drain, process.stdout, out)
-            group.start_soon(_drain, process.stderr, err)
+            group.start_soon(_drain, process.stdout, out, watch, 1)
+            group.start_soon(_drain, process.stderr, err, watch, 2)
             group.start_soon(_feed, process.stdin, stdin)
             with anyio.move_on_after(timeout) as scope:
-                await process.wait()
-            if timed_out := scope.cancelled_caught:
+                ended = await _ended_by(watch, process)
+            timed_out = scope.cancelled_caught
+            if timed_out or ended:
                 await _killed(process, command)
             group.cancel_scope.deadline = anyio.current_time() + KILL_GRACE  # the pipes end with their last writer
     finally:
         gone = await _killed(process, command)
     if not gone:
         raise SandboxError(f"process {process.pid} is still there {KILL_GRACE:.0f} s after it was killed")
-    code = _KILLED if timed_out else _shell_code(process.returncode)
+    code = _KILLED if timed_out or ended else _shell_code(process.returncode)
     stdout, stderr = out.content(), err.content()
-    return ExecResult(
-        code, stdout, stderr, time.monotonic() - began, timed_out, truncated=out.truncated or err.truncated
-    )
+    truncated = out.truncated or err.truncated
+    return ExecResult(code, stdout, stderr, time.monotonic() - began, timed_out, truncated=truncated, ended=ended)
+
+
+async def _ended_by(watch: Watch | None, process: Process) -> bool:
+    """Wait for the process, or for its watch to end it; whether that came first."""
+    if watch is None:
+        await process.wait()
+        return False
+    async with anyio.create_task_group() as group:
+
+        async def over() -> None:
+            await watch.over()
+            group.cancel_scope.cancel()
+
+        group.start_soon(over)
+        await process.wait()
+        group.cancel_scope.cancel()
+        return False
+    return True
 
 
 async def _spawn(command: Command) -> Process:
@@ -97,11 +119,13 @@ async def _spawn(command: Command) -> Process:
     return process
 
 
-async def _drain(stream: ByteReceiveStream | None, tail: Tail) -> None:
+async def _drain(stream: ByteReceiveStream | None, tail: Tail, watch: Watch | None, number: int) -> None:
     assert stream is not None
     try:
         async for chunk in stream:
             tail.add(chunk)
+            if watch is not None:
+                watch.saw(number, chunk)
     except (anyio.BrokenResourceError, anyio.ClosedResourceError):
         return
 

@@ -17,7 +17,7 @@ from anyio.abc import Process
 
 from ..errors import SandboxError
 from . import forward
-from .base import ExecResult
+from .base import ExecResult, Watch
 from .process import Command, run
 
 _CHILD_PID = re.compile(rb'"child-pid": *(\d+)')
@@ -56,6 +56,7 @@ async def run_isolated(
     stdin: bytes,
     timeout: float | None,
     limit: int,
+    watch: Watch | None = None,
 ) -> ExecResult:
     """Run under bubblewrap: `around` gives its command line from the descriptor it tells its child's pid on.
 
@@ -76,10 +77,12 @@ async def run_isolated(
                 process.kill()
 
         command = Command(argv, {}, (told.inlet, started.inlet, begin), kill)
-        return _proven(await run(command, stdin=stdin, timeout=timeout, limit=limit), started)
+        return _proven(await run(command, stdin=stdin, timeout=timeout, limit=limit, watch=watch), started)
 
 
-async def run_plain(start: Start, *, stdin: bytes, timeout: float | None, limit: int) -> ExecResult:
+async def run_plain(
+    start: Start, *, stdin: bytes, timeout: float | None, limit: int, watch: Watch | None = None
+) -> ExecResult:
     """Run without isolation: the supervisor kills its descendants when it is told to end."""
     with contextlib.ExitStack() as stack:
         started, begin = _Pipe(stack), _memory_file(stack)
@@ -92,7 +95,7 @@ async def run_plain(start: Start, *, stdin: bytes, timeout: float | None, limit:
                 process.send_signal(signal.SIGCONT)
 
         command = Command(argv, {}, (started.inlet, begin), kill)
-        return _proven(await run(command, stdin=stdin, timeout=timeout, limit=limit), started)
+        return _proven(await run(command, stdin=stdin, timeout=timeout, limit=limit, watch=watch), started)
 
 
 def _proven(result: ExecResult, started: _Pipe) -> ExecResult:

@@ -14,12 +14,16 @@ How it ends. The first row that applies counts; a later failure of the infrastru
 | the latest model call failed for the engine                     | INFRA_ERROR | the class       | yes    | no     |
 | no model call, and exit code 126, 127 or out of memory          | INFRA_ERROR | did_not_start   | -      | no     |
 | no model call                                                   | FAILED      | no_model_call   | -      | yes    |
+| neither a call nor output for `idle` after a refused call       | FAILED      | hung            | yes    | yes    |
 | the agent's budget ran out                                      | TIMED_OUT   | -               | yes    | yes    |
 | the sandbox's memory ran out                                    | FAILED      | oom             | yes    | yes    |
 | an exit code that the launch does not accept                    | FAILED      | exit_code       | yes    | yes    |
 | model calls, and none was answered                              | FAILED      | no_completion   | -      | yes    |
 | the main conversation's last answer was cut by length           | TRUNCATED   | -               | yes    | yes    |
 | none of these                                                   | COMPLETED   | -               | yes    | yes    |
+
+A program that printed its result and did not exit is ended after `linger`; its exit code, which nobody knows, is None
+and counts for nothing.
 
 Whatever the agent did is graded as its workspace stands: status, exit code and reward are independent facts. Where
 traces break an invariant (MergeError) there are none: they are never shown, let alone trained.
@@ -46,7 +50,8 @@ from ..runtimes.base import ExecResult, Runtime
 from .parts import Budgets, Observer, OpenSession, Parts, Sessions, Stages
 from .prepare import prepare
 from .stage import Stage, closing, failure_of
-from .verdict import Ended, infrastructure, verdict
+from .verdict import Ended, Stopped, infrastructure, verdict
+from .watch import Watchdog
 
 __all__ = ["Budgets", "OpenSession", "Parts", "Script", "Sessions", "Stages", "rewarded", "run_attempt"]
 
@@ -161,9 +166,10 @@ class Script:
             with self._timed("init", self._budgets.init):
                 launch = await self._initialised(runtime, session)
         async with self._slot(self._stages.run, "ready"):
+            watchdog = Watchdog(session, self._budgets, launch.finished)
             with self._timed("agent", None):
-                result = await self._within_budget(runtime, session, launch)
-            self._judge(result, session, launch)
+                result = await self._within_budget(runtime, launch, watchdog)
+            self._judge(result, session, launch, watchdog.stopped)
 
     async def _initialised(self, runtime: Runtime, session: OpenSession) -> Launch:
         await runtime.start()
@@ -175,38 +181,29 @@ class Script:
             await runtime.upload(content, path)
         return launch
 
-    async def _within_budget(self, runtime: Runtime, session: OpenSession, launch: Launch) -> ExecResult | Failure:
+    async def _within_budget(self, runtime: Runtime, launch: Launch, watchdog: Watchdog) -> ExecResult | Failure:
         """`exec` keeps the deadline itself, as it can keep the output; one that does not come back is given up."""
         seconds = self.attempt.task.timeout_seconds if self._budgets.agent is None else self._budgets.agent
         with anyio.move_on_after(seconds + self._budgets.cleanup):
-            return await self._watched(runtime, session, launch, seconds)
+            return await runtime.exec(
+                launch.command, env=launch.env, stdin=launch.stdin, timeout=seconds, watch=watchdog
+            )
         text = f"the program did not come back {self._budgets.cleanup:g} s after its deadline of {seconds:g} s"
         return Failure("agent", "agent_overran", text)
 
-    async def _watched(
-        self, runtime: Runtime, session: OpenSession, launch: Launch, seconds: float
-    ) -> ExecResult | Failure:
-        """Run the program, and end it where no model call comes at all."""
-        result: ExecResult | None = None
-        async with anyio.create_task_group() as group:
-            if self._budgets.first_call is not None:
-                group.start_soon(_expect_call, session, group.cancel_scope, self._budgets.first_call)
-            result = await runtime.exec(launch.command, env=launch.env, stdin=launch.stdin, timeout=seconds)
-            group.cancel_scope.cancel()
-        if result is not None:
-            return result
-        text = f"no model call within {self._budgets.first_call:g} s: the program did not start, or cannot reach us"
-        return Failure("agent", "no_first_call", text)
-
-    def _judge(self, result: ExecResult | Failure, session: OpenSession, launch: Launch) -> None:
+    def _judge(
+        self, result: ExecResult | Failure, session: OpenSession, launch: Launch, stopped: Stopped | None
+    ) -> None:
         """Seal before anything is extracted or graded, so that a straggler's call counts for nothing."""
         last_error = session.last_error
         sealed = session.seal()
         if isinstance(result, Failure):
             self._so_far.status, self._so_far.failure = Status.INFRA_ERROR, result
             return
-        self._so_far.exit_code = result.exit_code
-        ended = Ended(result, launch.ok_exit_codes, sealed, session.calls, last_error)
+        if stopped is not None:
+            self._so_far.counts[f"ended_{stopped.name.lower()}"] += 1
+        self._so_far.exit_code = None if result.ended else result.exit_code
+        ended = Ended(result, launch.ok_exit_codes, sealed, session.calls, last_error, stopped)
         self._so_far.status, self._so_far.failure = verdict(ended)
 
     # --- POSTRUN
@@ -314,12 +311,6 @@ class Script:
         self._so_far.failure = failure_of(self.state, error)
         if isinstance(error, _OverBudget):
             self._so_far.failure = Failure(self.state, f"{self.state}_timeout", str(error))
-
-
-async def _expect_call(session: OpenSession, scope: anyio.CancelScope, seconds: float) -> None:
-    with anyio.move_on_after(seconds):
-        return await session.first_call()
-    scope.cancel()
 
 
 def _alone(error: Exception) -> Exception:

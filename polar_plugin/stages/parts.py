@@ -29,6 +29,10 @@ class Budgets:
     """For closing one thing, and for the program to come back after its deadline."""
     first_call: float | None = None
     """No model call within this time after the program's start: it did not start. None: not watched."""
+    linger: float | None = None
+    """From the program's result, and from its last model call after it, until it is ended. None: not watched."""
+    idle: float | None = None
+    """Without a model call or output after a failed call, until the program is ended. None: not watched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +64,19 @@ class OpenSession(Protocol):
 
     @property
     def last_error(self) -> Exception | None:
-        """What the latest model call failed with; None again once one succeeds."""
+        """What the latest model call failed with, or was refused for; None again once one succeeds."""
         ...
 
     async def first_call(self) -> None:
         """Returns when the first model call has arrived."""
+        ...
+
+    async def stirred(self) -> None:
+        """Returns when a model call next begins, ends or is refused."""
+        ...
+
+    async def quiet(self, seconds: float) -> None:
+        """Returns once none has begun, ended, been refused or been under way for `seconds` on end."""
         ...
 
     def seal(self) -> CompletionSession:

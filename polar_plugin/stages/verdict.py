@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -14,6 +15,17 @@ NOT_RUN = frozenset({126, 127})
 """A shell's exit codes for a program that is not executable, or not there."""
 
 
+class Stopped(enum.Enum):
+    """Why an agent program was ended that did not end by itself."""
+
+    NO_FIRST_CALL = enum.auto()
+    """No model call within `budgets.first_call`."""
+    LINGERED = enum.auto()
+    """It had printed its result `budgets.linger` ago: it was done."""
+    HUNG = enum.auto()
+    """Neither a model call nor output for `budgets.idle` after a call that failed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ended:
     """What is known when the agent program has ended and the session is sealed."""
@@ -24,7 +36,9 @@ class Ended:
     calls: int
     """Model calls that arrived, answered or not."""
     last_error: Exception | None
-    """What the latest model call failed with; None where it was answered."""
+    """What the latest model call failed with, or was refused for; None where it was answered."""
+    stopped: Stopped | None = None
+    """Why it was ended, where it was."""
 
 
 def verdict(ended: Ended) -> tuple[Status, Failure | None]:
@@ -32,13 +46,16 @@ def verdict(ended: Ended) -> tuple[Status, Failure | None]:
     if ended.last_error is not None and infrastructure(ended.last_error):
         return Status.INFRA_ERROR, failure_of("engine", ended.last_error)
     if not ended.calls:
-        return _never_called(ended.result)
+        return _never_called(ended)
+    if ended.stopped is Stopped.HUNG:
+        text = f"neither a model call nor output after a failed call ({ended.last_error}); it was ended"
+        return Status.FAILED, Failure("agent", "hung", _with_output(text, ended.result))
     if ended.result.timed_out:
         return Status.TIMED_OUT, None
     if ended.result.oom:
         text = "the program ran out of the sandbox's memory (runtime.memory_mb)"
         return Status.FAILED, Failure("agent", "oom", _with_output(text, ended.result))
-    if ended.result.exit_code not in ended.ok_exit_codes:
+    if ended.stopped is not Stopped.LINGERED and ended.result.exit_code not in ended.ok_exit_codes:
         text = f"exit code {ended.result.exit_code}"
         return Status.FAILED, Failure("agent", "exit_code", _with_output(text, ended.result))
     if not ended.session.completions:
@@ -57,10 +74,14 @@ def tail(result: ExecResult, characters: int = 2000) -> str:
     return result.text[-characters:].strip()
 
 
-def _never_called(result: ExecResult) -> tuple[Status, Failure]:
+def _never_called(ended: Ended) -> tuple[Status, Failure]:
     """Zero calls: the program's own failure where it ran to an end by itself, else it never got going."""
-    if result.timed_out:
-        return Status.INFRA_ERROR, Failure("agent", "no_first_call", _with_output("no model call at all", result))
+    result = ended.result
+    if result.timed_out or ended.stopped in (Stopped.NO_FIRST_CALL, Stopped.HUNG):
+        text = "no model call in time: the program did not start, or cannot reach us"
+        if ended.last_error is not None:
+            text = f"no model call that could be read; the last one was refused ({ended.last_error})"
+        return Status.INFRA_ERROR, Failure("agent", "no_first_call", _with_output(text, result))
     if result.oom or result.exit_code in NOT_RUN:
         text = f"the program did not start (exit code {result.exit_code})"
         return Status.INFRA_ERROR, Failure("agent", "did_not_start", _with_output(text, result))

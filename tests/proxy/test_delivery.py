@@ -266,7 +266,7 @@ async def test_a_failed_call_records_nothing_and_shows_on_the_session_until_one_
 # --- holding turns ---------------------------------------------------------------------------------------------------
 
 
-async def test_a_pause_holds_new_turns_with_signs_of_life_and_lets_running_ones_finish() -> None:
+async def test_cases_30_and_43_a_pause_holds_new_turns_with_signs_of_life_and_lets_running_ones_finish() -> None:
     release = anyio.Event()
     engine = held(release)
     async with AsyncExitStack() as stack:
@@ -275,7 +275,8 @@ async def test_a_pause_holds_new_turns_with_signs_of_life_and_lets_running_ones_
         await engine.started.wait()
         with anyio.fail_after(5):
             async with proxy.paused():
-                waiting = await stack.enter_async_context(await raw_post(proxy, session, STREAM))
+                later = STREAM | {"messages": [{"role": "user", "content": "later"}]}
+                waiting = await stack.enter_async_context(await raw_post(proxy, session, later))
                 release.set()
                 await receive_until(running, b"[DONE]\n\n")
                 await receive_until(waiting, b": keep-alive")
@@ -343,7 +344,7 @@ async def idle_for(seconds: float, config: ProxyConfig, monkeypatch: pytest.Monk
     return connections
 
 
-async def test_an_idle_connection_outlives_a_long_tool_call(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_case_36_an_idle_connection_outlives_a_long_tool_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert await idle_for(600, ProxyConfig(), monkeypatch) == 1
 
 

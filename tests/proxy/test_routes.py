@@ -161,7 +161,8 @@ async def test_malformed_input_is_refused_with_its_path_and_changes_nothing(body
         async with http.post(CHAT, data=data) as response:
             status, error = await error_of(response)
         assert session.first_call is None
-        assert not session.counts
+        assert session.completions == ()
+        assert session.counts == {"errors.BadRequest": 1}
     assert (status, error["param"], error["type"]) == (400, path, "invalid_request_error")
     assert engine.requests == []
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator, Callable
+
 import anyio
 import pytest
 
@@ -16,11 +18,16 @@ pytestmark = pytest.mark.anyio
 REQUEST = ChatRequest((Message("user", "hi"),))
 
 
-def opened(engine: Scripted, **metadata: object) -> Session:
-    return SessionTable().open("s1", engine, metadata)
+Opened = Callable[..., Session]
 
 
-async def test_turns_are_recorded_in_order_and_sealed_with_what_is_known_of_them() -> None:
+@pytest.fixture
+async def opened() -> AsyncGenerator[Opened]:
+    async with SessionTable().running() as table:
+        yield lambda engine, **metadata: table.open("s1", engine, metadata)
+
+
+async def test_turns_are_recorded_in_order_and_sealed_with_what_is_known_of_them(opened: Opened) -> None:
     session = opened(Scripted([say("a"), say("b")]), task_id="t1", harness="shell")
     first, second = await session.turn(REQUEST), await session.turn(REQUEST)
     session.mark(first.id, Delivery.DELIVERED)
@@ -31,13 +38,13 @@ async def test_turns_are_recorded_in_order_and_sealed_with_what_is_known_of_them
     assert ledger.counts == {"calls": 2, "recorded": 2, "undelivered": 1}
 
 
-async def test_sealing_twice_gives_the_same_ledger() -> None:
+async def test_sealing_twice_gives_the_same_ledger(opened: Opened) -> None:
     session = opened(Scripted())
     await session.turn(REQUEST)
     assert session.seal() is session.seal()
 
 
-async def test_nothing_is_generated_recorded_or_marked_once_sealed() -> None:
+async def test_nothing_is_generated_recorded_or_marked_once_sealed(opened: Opened) -> None:
     engine = Scripted()
     session = opened(engine)
     await session.turn(REQUEST)
@@ -50,28 +57,28 @@ async def test_nothing_is_generated_recorded_or_marked_once_sealed() -> None:
     assert ledger.delivery == session.seal().delivery == {"c1": Delivery.UNDELIVERED}
 
 
-async def test_sealing_cancels_every_turn_under_way_and_each_caller_is_told() -> None:
+async def test_sealing_cancels_every_turn_under_way_and_each_caller_is_told(opened: Opened) -> None:
     engine = Scripted(before=forever)
     session = opened(engine)
     told = 0
 
-    async def call() -> None:
+    async def call(request: ChatRequest) -> None:
         nonlocal told
         with pytest.raises(SessionSealed):
-            await session.turn(REQUEST)
+            await session.turn(request)
         told += 1
 
     with anyio.fail_after(5):
         async with anyio.create_task_group() as group:
-            for _ in range(3):
-                group.start_soon(call)
+            for number in range(3):
+                group.start_soon(call, ChatRequest((Message("user", str(number)),)))
             while session.in_flight < 3:
                 await anyio.lowlevel.checkpoint()
             ledger = session.seal()
     assert (told, ledger.completions, session.in_flight) == (3, (), 0)
 
 
-async def test_a_reply_that_comes_as_the_session_is_sealed_is_not_recorded() -> None:
+async def test_a_reply_that_comes_as_the_session_is_sealed_is_not_recorded(opened: Opened) -> None:
     async def seal_meanwhile(request: ChatRequest) -> None:
         session.seal()
 
@@ -81,7 +88,7 @@ async def test_a_reply_that_comes_as_the_session_is_sealed_is_not_recorded() -> 
     assert session.seal().completions == session.completions == ()
 
 
-async def test_an_outer_deadline_is_a_hang_up_and_records_nothing() -> None:
+async def test_an_outer_deadline_is_a_hang_up_and_records_nothing(opened: Opened) -> None:
     session = opened(Scripted(before=forever))
     with anyio.move_on_after(0.01) as scope:
         await session.turn(REQUEST)
@@ -90,7 +97,7 @@ async def test_an_outer_deadline_is_a_hang_up_and_records_nothing() -> None:
     assert session.seal().counts == {"calls": 1, "hangups": 1}
 
 
-async def test_a_delivered_answer_stays_delivered() -> None:
+async def test_a_delivered_answer_stays_delivered(opened: Opened) -> None:
     session = opened(Scripted())
     completion = await session.turn(REQUEST)
     for delivery in (Delivery.UNDELIVERED, Delivery.DELIVERED, Delivery.UNDELIVERED):
@@ -98,7 +105,7 @@ async def test_a_delivered_answer_stays_delivered() -> None:
     assert session.delivery == {"c1": Delivery.DELIVERED}
 
 
-async def test_the_first_call_can_be_waited_for() -> None:
+async def test_the_first_call_can_be_waited_for(opened: Opened) -> None:
     session = opened(Scripted())
     assert (session.first_call, session.called.is_set()) == (None, False)
     with anyio.fail_after(5):
@@ -114,7 +121,7 @@ async def test_the_first_call_can_be_waited_for() -> None:
     assert session.last_activity >= latest >= first
 
 
-async def test_what_is_dropped_retried_or_failed_is_counted() -> None:
+async def test_what_is_dropped_retried_or_failed_is_counted(opened: Opened) -> None:
     async def busy(request: ChatRequest) -> None:
         if len(engine.requests) > 1:
             raise EngineBusy("full")

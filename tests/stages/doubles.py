@@ -9,7 +9,7 @@ import itertools
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import anyio
@@ -37,7 +37,7 @@ from polar_plugin.records import (
     log_probs,
     token_ids,
 )
-from polar_plugin.runtimes.base import ExecResult
+from polar_plugin.runtimes.base import ExecResult, Watch
 from polar_plugin.stages.attempt import Parts, Stages
 
 Step = Callable[[], Awaitable[object]]
@@ -135,11 +135,27 @@ class MemoryRuntime:
         env: Mapping[str, str] | None = None,
         stdin: bytes = b"",
         timeout: float | None = None,
+        watch: Watch | None = None,
     ) -> ExecResult:
         assert self._open, "exec in a sandbox that is not open"
         self.world.execs.append({"command": command, "env": env, "stdin": stdin, "timeout": timeout})
-        await self.world.at(f"{self.purpose}.exec")
-        return self.world.result
+        if watch is None:
+            await self.world.at(f"{self.purpose}.exec")
+            return self.world.result
+        return await self._watched(watch)
+
+    async def _watched(self, watch: Watch) -> ExecResult:
+        async with anyio.create_task_group() as group:
+
+            async def over() -> None:
+                await watch.over()
+                group.cancel_scope.cancel()
+
+            group.start_soon(over)
+            await self.world.at(f"{self.purpose}.exec")
+            group.cancel_scope.cancel()
+            return self.world.result
+        return replace(self.world.result, exit_code=137, ended=True)
 
     async def upload(self, source: Path | bytes, target: str) -> None:
         assert self._open, "upload to a sandbox that is not open"
@@ -158,6 +174,12 @@ class MemorySession:
     async def first_call(self) -> None:
         if not self.calls:
             await anyio.sleep_forever()
+
+    async def stirred(self) -> None:
+        await anyio.sleep_forever()
+
+    async def quiet(self, seconds: float) -> None:
+        await anyio.sleep(seconds)
 
     def seal(self) -> CompletionSession:
         self.sealed = True
