@@ -43,10 +43,13 @@ class Pi:
         api = settings.get("api", "openai-completions")
         if api not in _BASE_PATHS:
             raise ConfigError(f"agent.settings.api is one of {', '.join(_BASE_PATHS)}, not {api!r}")
-        models = _models(context, api, reasoning=bool(settings.get("reasoning", False)))
+        files = {
+            "models": _models(context, api, reasoning=bool(settings.get("reasoning", False))),
+            "settings": {"compaction": _compaction(context.context_length)},
+        }
         return Launch(
             _script(context),
-            files={f"{context.home}/.pi/agent/models.json": json.dumps(models, indent=2).encode()},
+            files={f"{context.home}/.pi/agent/{name}.json": json.dumps(told).encode() for name, told in files.items()},
             env={_KEY: context.session_key, "PI_OFFLINE": "1", **context.agent.env},
             stdin=context.instruction.encode(),
         )
@@ -59,6 +62,12 @@ def _script(context: LaunchContext) -> str:
     if root := settings.get("root"):
         return f'export PATH={shlex.quote(root)}/node_modules/.bin:{shlex.quote(root)}/bin:"$PATH"\n{start}'
     return start
+
+
+def _compaction(context_length: int) -> dict[str, int]:
+    """Pi's own numbers where they fit: in a small context they leave nothing that could be summed up, and Pi ends."""
+    share = context_length // 4
+    return {"reserveTokens": min(16384, share), "keepRecentTokens": min(20000, share)}
 
 
 def _models(context: LaunchContext, api: str, *, reasoning: bool) -> dict[str, Any]:

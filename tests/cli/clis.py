@@ -5,10 +5,10 @@ To add one:
 1. its pinned version in `install.PACKAGES`, its preset in `polar_plugin/harnesses` and `plugins.HARNESSES`;
 2. a `CLI` in `CLIS`: its tools in `Words`, its settings, and `expects` with the scenarios it is put through. Start with
    `{"basic": Expect(2)}` and run `pytest -m cli tests/cli -k NAME`; a difference is shown as expected against seen,
-   with the fields of requests that were ignored. Then add scenario after scenario. What a CLI does not have (sub-agents,
-   say) is left out, and the table says so;
-3. `pytest -m cli tests/cli --conformance` writes what was seen to `results.json`, and `python -m tests.cli.conformance`
-   makes docs/conformance.md of it.
+   with the fields of requests that were ignored. Then add scenario after scenario. What a CLI does not have
+   (sub-agents, say) is left out, and the table says so;
+3. `pytest -m cli tests/cli --conformance` writes what was seen to `results.json`, and
+   `python -m tests.cli.conformance` makes docs/conformance.md of it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 from polar_plugin.records import Status
 
 from . import install
+from .model import asks_for_summary
 from .words import Call, Words
 
 
@@ -73,7 +74,7 @@ class CLI:
     context: int = 100_000
     tight_context: int = 50_000
     """The context's length in the scenarios that fill it."""
-    is_summary: Callable[[str], bool] = lambda prompt: False
+    is_summary: Callable[[str], bool] = asks_for_summary
     """Whether a prompt asks for a summary; see `model.Model`."""
 
     @property
@@ -104,7 +105,8 @@ def _pi(api: str, name: str, **more: Any) -> CLI:
             "hang_up": Expect(2, status=Status.FAILED, exit_code=137),
             "empty": Expect(2, note="ends"),
             "length": Expect(2, status=Status.TRUNCATED, note="ends"),
-            "overflow": Expect(11, traces=2, summaries=1),
+            "fill": Expect(10, traces=3, summaries=1),
+            "overflow": Expect(8, traces=3, summaries=1),
         },
         **more,
     )

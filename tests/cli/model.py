@@ -16,6 +16,16 @@ from .words import HANGING, MAIN, Turn
 SUMMARY = f"{MAIN} The file `result` is to say mended. Parts have been listed; go on."
 
 
+def asks_for_summary(prompt: str) -> bool:
+    """Whether the last message of a Qwen3 prompt is a user's that speaks of a summary, and has none of ours.
+
+    No CLI's words are needed for it: in these scenarios nobody else asks for one.
+    """
+    last = prompt.removesuffix("<|im_start|>assistant\n").rpartition("<|im_start|>")[2]
+    spoken = last.startswith("user\n") and not last.startswith("user\n<tool_response>")
+    return spoken and "summar" in last.lower() and SUMMARY not in last
+
+
 class Model:
     """The script of a `ScriptedEngine` for one session: pass it as `replies`, and its `delay` as `delay`."""
 

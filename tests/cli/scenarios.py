@@ -1,6 +1,6 @@
 """What the CLIs are put through. Each scenario is data: an instruction, what the model says, and what must come of it.
 
-A scenario's turns are written once for all CLIs, in `Words`; what each CLI makes of it stands in its own table (`clis`).
+A scenario's turns are written once for all CLIs, in `Words`; what each CLI makes of it stands in the table of CLIs.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from polar_plugin.errors import EngineBusy, EngineError
+from polar_plugin.errors import ContextOverflow, EngineBusy, EngineError
 
 from .words import HANGING, MAIN, Call, Turn, Words
 
@@ -96,10 +96,22 @@ def _length(words: Words) -> Sequence[Turn]:
     return Turn("I write it.", (_mend(words),)), Turn("What I did is to", cut=True), Turn("Done.")
 
 
+def _flood(words: Words, parts: int) -> Sequence[Turn]:
+    """Commands whose outputs have 5000 tokens each."""
+    text = "the quick brown fox jumps over the lazy dog and runs on"
+    commands = (f"yes 'Part {part}: {text}' | head -n 300" for part in range(parts))
+    return [Turn(f"Part {part}.", (words.shell(command),)) for part, command in enumerate(commands)]
+
+
+def _fill(words: Words) -> Sequence[Turn]:
+    """The context fills up, as the CLI sees by the usage that it is told: it is to make room by itself."""
+    return *_flood(words, 7), Turn("I write it.", (_mend(words),)), Turn("Done.")
+
+
 def _overflow(words: Words) -> Sequence[Turn]:
-    """Outputs that fill the context, so that the CLI must compact, or be told that there is no more room."""
-    flood = tuple(Turn(f"Part {part}.", (words.shell(f"seq {part}000 {part}999"),)) for part in range(1, 9))
-    return *flood, Turn("I write it.", (_mend(words),)), Turn("Done.")
+    """It is full sooner than the CLI would have thought."""
+    full = Turn(raises=ContextOverflow(60_000, 50_000))
+    return *_flood(words, 4), full, Turn("I write it.", (_mend(words),)), Turn("Done.")
 
 
 def _sub_agent(words: Words) -> Sequence[Turn]:
@@ -117,6 +129,7 @@ SCENARIOS: Mapping[str, Scenario] = {
         Scenario("hang_up", "hang-up", _hang_up),
         Scenario("empty", "empty reply", _empty),
         Scenario("length", "length stop", _length),
+        Scenario("fill", "context fills up", _fill, tight=True),
         Scenario("overflow", "context overflow", _overflow, tight=True),
         Scenario("sub_agent", "sub-agent", _sub_agent, sub=lambda words: _basic(words)),
     )
