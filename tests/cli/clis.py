@@ -107,9 +107,30 @@ def _pi(api: str, name: str, **more: Any) -> CLI:
             "length": Expect(2, status=Status.TRUNCATED, note="ends"),
             "fill": Expect(10, traces=3, summaries=1),
             "overflow": Expect(8, traces=3, summaries=1),
+            "skills": Expect(2),
         },
         **more,
     )
 
+
+_CLAUDE_CODE = Words(
+    shell=lambda command: Call("Bash", {"command": command, "description": "Runs a command"}),
+    read=lambda path: Call("Read", {"file_path": path}),
+    edit=lambda path, old, new: Call("Edit", {"file_path": path, "old_string": old, "new_string": new}),
+    agent=lambda prompt: Call(
+        "Agent",
+        {
+            "description": "Mends a file",
+            "prompt": prompt,
+            "subagent_type": "general-purpose",
+            "run_in_background": False,
+        },
+    ),
+    mend=lambda path: Call("mcp__mender__mend", {"path": path}),
+)
+_CODEX = Words(
+    shell=lambda command: Call("exec_command", {"cmd": command}),
+    mend=lambda path: Call("mcp__mender__mend", {"path": path}),
+)
 
 CLIS: tuple[CLI, ...] = (_pi("openai-completions", "Pi, OpenAI Chat", ignored=frozenset({"store"})),)
