@@ -133,4 +133,37 @@ _CODEX = Words(
     mend=lambda path: Call("mcp__mender__mend", {"path": path}),
 )
 
-CLIS: tuple[CLI, ...] = (_pi("openai-completions", "Pi, OpenAI Chat", ignored=frozenset({"store"})),)
+_CACHE_CONTROL = frozenset({"messages.*.content.*.cache_control", "system.*.cache_control"})
+_CLAUDE_EXPECTS = {
+    "basic": Expect(2),
+    "long": Expect(8),
+    "busy": Expect(4),
+    "cut_stream": Expect(3),
+    "hang_up": Expect(2, status=Status.FAILED, exit_code=137),
+    "empty": Expect(3, traces=2, note="asks again"),
+    "length": Expect(3, note="asks to go on"),
+    "fill": Expect(10, traces=3, summaries=1),
+    "overflow": Expect(8, traces=3, summaries=1),
+    "sub_agent": Expect(4, traces=2),
+    "mcp": Expect(2),
+    "skills": Expect(2),
+}
+
+CLIS: tuple[CLI, ...] = (
+    _pi("openai-completions", "Pi, OpenAI Chat", ignored=frozenset({"store"})),
+    _pi(
+        "anthropic-messages",
+        "Pi, Anthropic Messages",
+        ignored=_CACHE_CONTROL | {"tools.*.cache_control", "tools.*.eager_input_streaming"},
+    ),
+    CLI(
+        "Claude Code",
+        "claude_code",
+        "claude_code",
+        "anthropic-messages",
+        _CLAUDE_CODE,
+        _CLAUDE_EXPECTS,
+        ignored=_CACHE_CONTROL | {"context_management", "metadata", "output_config", "thinking"},
+        tight_context=60_000,
+    ),
+)
