@@ -5,14 +5,14 @@ Source: the models of the `openai` package, whose validation is strict about eve
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 from ..records import Completion, FinishReason, JSONObject
-from . import fields
 from .codec import Event, Incoming
 from .responses_items import compaction_item, is_compaction, output_items, response_id, token_logprobs, wants_logprobs
-from .responses_tools import Offers, offers_of
+from .responses_tools import offers_of
 
 _PIECE = 1024
 """Characters a delta carries at most: some clients read lines into buffers of 64 KiB."""
@@ -190,7 +190,7 @@ def _tools(raw: Any) -> Iterator[JSONObject]:
         }  # fmt: skip
         if kind == "function":
             strict = told.get("strict")
-            parameters = _object(told, "parameters")
+            parameters = _schema(told, "parameters")
             yield named | {"parameters": parameters, "strict": strict if isinstance(strict, bool) else None}
         elif kind == "custom":
             yield named | {"format": _custom_format(_object(tool, "format"))}
@@ -213,15 +213,15 @@ def _tool_choice(body: JSONObject) -> str | JSONObject:
     if kind in ("function", "custom"):
         return {"type": kind, "name": told["name"]}
     if kind == "allowed_tools":
-        return {"type": kind, "mode": told.get("mode") or "auto", "tools": fields.objects(told, "tools")}
+        tools = _schema({"tools": {"tools": told.get("tools")}}, "tools").get("tools") or []
+        return {"type": kind, "mode": told.get("mode") or "auto", "tools": tools}
     return _string(body, "tool_choice") or "auto"
 
 
 def _format(body: JSONObject) -> JSONObject:
     told = _object(_object(body, "text"), "format")
     if told.get("type") == "json_schema" and isinstance(told.get("name"), str):
-        schema = _object(told, "schema")
-        return {"type": "json_schema", "name": told["name"], "schema": schema}
+        return {"type": "json_schema", "name": told["name"], "schema": _schema(told, "schema")}
     return {"type": "json_object"} if told.get("type") == "json_object" else {"type": "text"}
 
 
@@ -238,6 +238,16 @@ def _one_of(name: str, holder: JSONObject) -> str | None:
 def _object(holder: JSONObject, name: str) -> JSONObject:
     value = holder.get(name)
     return cast("JSONObject", value) if isinstance(value, dict) else {}
+
+
+def _schema(holder: JSONObject, name: str) -> JSONObject:
+    """Requests may hold NaN, which no answer can."""
+    value = _object(holder, name)
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        return {}
+    return value
 
 
 def _string(holder: JSONObject, name: str) -> str | None:

@@ -115,8 +115,9 @@ def is_understood(value: Any) -> bool:
 def input_of(arguments: str) -> str:
     """The text of a free-form call; arguments that are no such call go to the client as they are."""
     value = _json(arguments)
-    text = cast("JSONObject", value).get("input") if isinstance(value, dict) and len(value) == 1 else None  # pyright: ignore[reportUnknownArgumentType]
-    return text if isinstance(text, str) else arguments
+    told = cast("JSONObject", value) if isinstance(value, dict) else {}
+    text = told.get("input")
+    return text if isinstance(text, str) and len(told) == 1 else arguments
 
 
 def action_of(arguments: str) -> JSONObject | None:
@@ -125,7 +126,8 @@ def action_of(arguments: str) -> JSONObject | None:
     if not isinstance(value, dict):
         return None
     told = cast("JSONObject", value)
-    return {"type": "exec", "env": {}} | told if _is_action(told) else None
+    action: JSONObject = {"type": "exec", "env": {}}
+    return action | told if _is_action(told) else None
 
 
 def arguments_of(action: JSONObject) -> str:
