@@ -148,6 +148,19 @@ _CLAUDE_EXPECTS = {
     "mcp": Expect(2),
     "skills": Expect(2),
 }
+_CODEX_EXPECTS = {
+    "basic": Expect(2),
+    "long": Expect(8),
+    "busy": Expect(4),
+    "cut_stream": Expect(3),
+    "hang_up": Expect(2, status=Status.FAILED, exit_code=137),
+    "empty": Expect(2, note="ends"),
+    "length": Expect(2, status=Status.FAILED, exit_code=1, note="ends"),
+    "fill": Expect(10, traces=3, summaries=1),
+    "overflow": Expect(5, status=Status.FAILED, exit_code=1, reward=0.0, note="ends"),
+    "mcp": Expect(2),
+    "skills": Expect(2),
+}
 
 CLIS: tuple[CLI, ...] = (
     _pi("openai-completions", "Pi, OpenAI Chat", ignored=frozenset({"store"})),
@@ -156,6 +169,8 @@ CLIS: tuple[CLI, ...] = (
         "Pi, Anthropic Messages",
         ignored=_CACHE_CONTROL | {"tools.*.cache_control", "tools.*.eager_input_streaming"},
     ),
+    _pi("openai-responses", "Pi, OpenAI Responses"),
+    CLI("Codex", "codex", "codex", "openai-responses", _CODEX, _CODEX_EXPECTS),
     CLI(
         "Claude Code",
         "claude_code",
