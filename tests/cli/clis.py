@@ -169,8 +169,16 @@ CLIS: tuple[CLI, ...] = (
         "Pi, Anthropic Messages",
         ignored=_CACHE_CONTROL | {"tools.*.cache_control", "tools.*.eager_input_streaming"},
     ),
-    _pi("openai-responses", "Pi, OpenAI Responses"),
-    CLI("Codex", "codex", "codex", "openai-responses", _CODEX, _CODEX_EXPECTS),
+    _pi("openai-responses", "Pi, OpenAI Responses", ignored=frozenset({"prompt_cache_key", "store"})),
+    CLI(
+        "Codex",
+        "codex",
+        "codex",
+        "openai-responses",
+        _CODEX,
+        _CODEX_EXPECTS,
+        ignored=frozenset({"client_metadata", "parallel_tool_calls", "prompt_cache_key", "store"}),
+    ),
     CLI(
         "Claude Code",
         "claude_code",
