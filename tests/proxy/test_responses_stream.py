@@ -135,15 +135,14 @@ MUTATIONS: dict[str, Callable[[list[Any]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("mutate", MUTATIONS.values(), ids=MUTATIONS.keys())
-def test_control_the_state_machine_refuses_a_mutated_stream(mutate: Callable[[list[Any]], Any]) -> None:
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_control_the_state_machine_refuses_a_mutated_stream(name: str) -> None:
     events = events_of(say("hello " * 300, "thought", RUN, PATCH, NOTE))
     check(events)
-    numbered = "number" not in next(name for name, change in MUTATIONS.items() if change is mutate)
-    mutate(events)
-    if numbered:
+    MUTATIONS[name](events)
+    if "sequence number" not in name:  # or every change in length would be found by them alone
         _renumbered(events)
-    with pytest.raises((BrokenStream, KeyError, StopIteration)):
+    with pytest.raises(BrokenStream):
         check(events)
 
 
@@ -190,10 +189,12 @@ async def test_a_stream_that_waits_is_kept_alive_by_comments_and_then_valid() ->
         await go.wait()
 
     config = ProxyConfig(header_grace_seconds=0, keepalive_seconds=0.01)
-    async with serving(Scripted(before=hold), config) as (_, _, http):
-        async with http.post(PATH, json=BODY | {"stream": True}) as answer:
-            began = await answer.content.readuntil(b"\n\n")
-            assert began == b": keep-alive\n\n"
-            go.set()
-            rest = (await answer.read()).decode()
+    async with (
+        serving(Scripted(before=hold), config) as (_, _, http),
+        http.post(PATH, json=BODY | {"stream": True}) as answer,
+    ):
+        began = await answer.content.readuntil(b"\n\n")
+        assert began == b": keep-alive\n\n"
+        go.set()
+        rest = (await answer.read()).decode()
     assert check(parse(rest.split("\n")))["status"] == "completed"
