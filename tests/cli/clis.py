@@ -170,6 +170,7 @@ CLIS: tuple[CLI, ...] = (
         ignored=_CACHE_CONTROL | {"tools.*.cache_control", "tools.*.eager_input_streaming"},
     ),
     _pi("openai-responses", "Pi, OpenAI Responses", ignored=frozenset({"prompt_cache_key", "store"})),
+    _pi("google-generative-ai", "Pi, Google"),
     CLI(
         "Codex",
         "codex",
