@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,11 +12,22 @@ from pydantic import BaseModel, TypeAdapter
 
 def exactly(model: Any, data: bytes | str) -> Any:
     """`data` as the SDK's `model`. Raises ValueError where a field is wrong, missing or not the API's."""
-    value = TypeAdapter(model).validate_json(data, strict=True)
+    value = _adapter(model).validate_json(_without_lone_surrogates(data), strict=True)
     unknown = sorted(unknown_fields(value))
     if unknown:
         raise ValueError(f"fields that the API does not have: {unknown}")
     return value
+
+
+@functools.cache
+def _adapter(model: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(model)
+
+
+def _without_lone_surrogates(data: bytes | str) -> str:
+    """JSON can carry them, but no parser in Rust takes them: the SDK itself reads with Python's."""
+    text = json.dumps(json.loads(data), ensure_ascii=False)
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def unknown_fields(value: Any, path: str = "") -> Iterator[str]:

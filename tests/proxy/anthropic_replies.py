@@ -49,7 +49,7 @@ def replies(*, surrogates: bool = False, arguments: st.SearchStrategy[str] | Non
     text = texts(surrogates=surrogates)
     name = st.text(st.characters(exclude_categories=() if surrogates else ("Cs",)), min_size=1)
     objects = st.dictionaries(text, json_values(text), max_size=4).map(json.dumps) | st.just("")
-    call = st.builds(ToolCall, name=name, arguments=arguments or objects, id=st.uuids().map(str))
+    call = st.builds(ToolCall, name=name, arguments=objects if arguments is None else arguments, id=st.uuids().map(str))
     return st.builds(
         Message,
         role=st.just("assistant"),

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from anthropic.types import BetaErrorResponse
 from anthropic.types import Message as AnthropicMessage
-from anthropic.types.beta import BetaErrorResponse
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
