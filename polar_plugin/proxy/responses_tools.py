@@ -195,7 +195,7 @@ def _name(raw: JSONObject, path: str) -> str:
 
 
 def _names(keys: Iterable[Key]) -> dict[Key, str]:
-    """A name of its own for each tool: those that want the same one are numbered, a function outside namespaces first."""
+    """A name of its own for each tool: of those that want the same one, plain functions keep it, others are numbered."""
     taken = {flat(key) for key in keys}
     names: dict[Key, str] = {}
     owned: set[str] = set()
