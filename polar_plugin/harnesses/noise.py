@@ -66,6 +66,21 @@ def _emptied(echoed: ToolCall, sampled: ToolCall) -> bool:
     return echoed.name == sampled.name and echoed.arguments.strip() in ("", "{}") and not _parses(sampled)
 
 
+def _filled_in(echoed: ToolCall, sampled: ToolCall) -> bool:
+    return echoed.name == sampled.name and _parses(sampled) and _has_all(_arguments(echoed), _arguments(sampled))
+
+
+def _has_all(echoed: Any, sampled: Any) -> bool:
+    """Whether a value is another one, or that with more keys."""
+    if isinstance(sampled, dict) and isinstance(echoed, dict):
+        told, said = cast("dict[str, Any]", echoed), cast("dict[str, Any]", sampled)
+        return all(key in told and _has_all(told[key], value) for key, value in said.items())
+    if isinstance(sampled, list) and isinstance(echoed, list):
+        told_items, said_items = cast("list[Any]", echoed), cast("list[Any]", sampled)
+        return len(told_items) == len(said_items) and all(map(_has_all, told_items, said_items))
+    return bool(echoed == sampled)
+
+
 def _arguments(call: ToolCall) -> dict[str, Any]:
     try:
         value = json.loads(call.arguments)
@@ -102,6 +117,7 @@ FACTS: tuple[Fact, ...] = (
     ),
     Fact(*OPENCODE, "a call that it cannot run is renamed `invalid`", Kind.CALL, "assistant", None, _renamed_invalid),
     Fact(*CLAUDE, "arguments that are no JSON become __unparsedToolInput", Kind.CALL, "assistant", None, _unparsed),
+    Fact(*CLAUDE, "arguments that a tool has defaults for are filled in", Kind.CALL, "assistant", None, _filled_in),
     Fact(*PI, "arguments that are no JSON become {}", Kind.CALL, "assistant", None, _emptied),
     Fact(*CLAUDE, "cache_control moves; a message is a string here, a list of blocks there", Kind.FORM),
     Fact(*CLAUDE, "keys of arguments in the schema's order; text between calls goes before them", Kind.FORM),
@@ -143,7 +159,7 @@ def lasting(role: str, text: str) -> str:
 
 
 def stands_for(echoed: ToolCall, sampled: ToolCall) -> bool:
-    """Whether an echoed call of one of our ids is a program's way to tell of `sampled`, which it could not run."""
+    """Whether an echoed call of one of our ids is a program's way to tell of `sampled`, as it ran or could not run it."""
     return any(same(echoed, sampled) for same in _SAME_CALL)
 
 
