@@ -20,6 +20,8 @@ RUNTIMES: Mapping[str, str] = {
 HARNESSES: Mapping[str, str] = {
     "shell": "polar_plugin.harnesses.shell:Shell",
     "pi": "polar_plugin.harnesses.pi:Pi",
+    "claude_code": "polar_plugin.harnesses.claude_code:ClaudeCode",
+    "codex": "polar_plugin.harnesses.codex:Codex",
 }
 BUILDERS: Mapping[str, str] = {
     "prefix_merging": "polar_plugin.merge.builders:PrefixMerging",

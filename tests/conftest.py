@@ -8,3 +8,9 @@ import pytest
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--conformance", action="store_true", help="keep what the CLI suite sees in tests/cli/results.json"
+    )

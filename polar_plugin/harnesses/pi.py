@@ -1,4 +1,4 @@
-"""Pi (npm `@earendil-works/pi-coding-agent`, tested with 1.6.0; needs Node >= 22.19).
+"""Pi (npm `@earendil-works/pi-coding-agent`; needs Node >= 22.19), over any of the four APIs.
 
 Pi reads its providers from ~/.pi/agent/models.json and its prompt from the standard input. It compacts by the
 `contextWindow` it is told, so it is told the engine's.
@@ -7,13 +7,14 @@ Pi reads its providers from ~/.pi/agent/models.json and its prompt from the stan
 from __future__ import annotations
 
 import json
-import shlex
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from ..errors import ConfigError
 from .base import Launch, LaunchContext
+from .preset import settings_of, skill_files, start, without_mcp
 
-_SETTINGS = ("api", "args", "reasoning", "root")
+_SETTINGS: Mapping[str, type] = {"api": str, "args": list, "reasoning": bool, "root": str}
 _BASE_PATHS = {
     "openai-completions": "/v1",
     "openai-responses": "/v1",
@@ -34,31 +35,40 @@ class Pi:
     """
 
     name = "pi"
+    tested: ClassVar[tuple[str, str]] = ("1.6.0", "1.6.0")
+    """The oldest and the newest version that the suite has run."""
 
     def launch(self, context: LaunchContext) -> Launch:
         """Raises ConfigError on an unknown setting or API."""
-        settings = context.agent.settings
-        if unknown := sorted(set(settings) - set(_SETTINGS)):
-            raise ConfigError(f"agent.settings: the pi harness knows {', '.join(_SETTINGS)}, not {unknown}")
+        settings = settings_of(context, self.name, _SETTINGS)
+        without_mcp(context.agent, self.name)
         api = settings.get("api", "openai-completions")
         if api not in _BASE_PATHS:
             raise ConfigError(f"agent.settings.api is one of {', '.join(_BASE_PATHS)}, not {api!r}")
-        models = _models(context, api, reasoning=bool(settings.get("reasoning", False)))
+        home = f"{context.home}/.pi/agent"
+        files = {
+            "models": _models(context, api, reasoning=bool(settings.get("reasoning", False))),
+            "settings": {"compaction": _compaction(context.context_length)},
+        }
         return Launch(
             _script(context),
-            files={f"{context.home}/.pi/agent/models.json": json.dumps(models, indent=2).encode()},
+            files={f"{home}/{name}.json": json.dumps(told).encode() for name, told in files.items()}
+            | skill_files(context.agent, f"{home}/skills"),
             env={_KEY: context.session_key, "PI_OFFLINE": "1", **context.agent.env},
-            stdin=context.instruction.encode(),
+            stdin=context.instruction.encode(errors="surrogateescape"),
         )
 
 
 def _script(context: LaunchContext) -> str:
     settings, model = context.agent.settings, context.agent.model_name
     argv = ("pi", "--print", "--mode", "json", "--no-session", "--provider", _PROVIDER, "--model", model)
-    start = f"exec {shlex.join((*argv, *settings.get('args', ())))}\n"
-    if root := settings.get("root"):
-        return f'export PATH={shlex.quote(root)}/node_modules/.bin:{shlex.quote(root)}/bin:"$PATH"\n{start}'
-    return start
+    return start((*argv, *settings.get("args", ())), settings.get("root"))
+
+
+def _compaction(context_length: int) -> dict[str, int]:
+    """Pi's own numbers where they fit: in a small context they leave nothing that could be summed up, and Pi ends."""
+    share = context_length // 4
+    return {"reserveTokens": min(16384, share), "keepRecentTokens": min(20000, share)}
 
 
 def _models(context: LaunchContext, api: str, *, reasoning: bool) -> dict[str, Any]:

@@ -1,0 +1,115 @@
+"""The CLIs that are run for real, and what each makes of each scenario.
+
+To add one:
+
+1. its pinned version in `install.PACKAGES`, its preset in `polar_plugin/harnesses` and `plugins.HARNESSES`;
+2. a `CLI` in `CLIS`: its tools in `Words`, its settings, and `expects` with the scenarios it is put through. Start with
+   `{"basic": Expect(2)}` and run `pytest -m cli tests/cli -k NAME`; a difference is shown as expected against seen,
+   with the fields of requests that were ignored. Then add scenario after scenario. What a CLI does not have
+   (sub-agents, say) is left out, and the table says so;
+3. `pytest -m cli tests/cli --conformance` writes what was seen to `results.json`, and
+   `python -m tests.cli.conformance` makes docs/conformance.md of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from polar_plugin.records import Status
+
+from . import install
+from .model import asks_for_summary
+from .words import Call, Words
+
+
+@dataclass(frozen=True, slots=True)
+class Expect:
+    """What must come of a scenario. Beyond it, always: no token lost without a reason, one trace a conversation."""
+
+    calls: int
+    """Model calls, failed ones and summaries among them."""
+    traces: int = 1
+    status: Status = Status.COMPLETED
+    exit_code: int = 0
+    reward: float = 1.0
+    summaries: int = 0
+    """Calls that asked for a summary of the conversation."""
+    delivered: bool = True
+    untrained: frozenset[str] = frozenset()
+    """Why some sampled tokens are not trained; none, for most."""
+    note: str = ""
+    """What the conformance table says beside it: the CLI's own way of taking it."""
+
+    def facts(self) -> dict[str, Any]:
+        """As `running.Ran.outcome` has them."""
+        return {
+            "calls": self.calls,
+            "traces": self.traces,
+            "status": self.status.value,
+            "exit_code": self.exit_code,
+            "reward": self.reward,
+            "summaries": self.summaries,
+            "delivered": self.delivered,
+            "untrained": self.untrained,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class CLI:
+    """One row of the conformance table: a program, by one of the APIs that it speaks."""
+
+    name: str
+    package: str
+    """In `install.PACKAGES`."""
+    harness: str
+    api: str
+    words: Words
+    expects: Mapping[str, Expect]
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """`agent.settings`, besides `root`."""
+    ignored: frozenset[str] = frozenset()
+    """Request fields that this CLI sends and that mean nothing to a policy."""
+    context: int = 100_000
+    tight_context: int = 50_000
+    """The context's length in the scenarios that fill it."""
+    is_summary: Callable[[str], bool] = asks_for_summary
+    """Whether a prompt asks for a summary; see `model.Model`."""
+
+    @property
+    def version(self) -> str:
+        return install.PACKAGES[self.package].version
+
+
+_PI = Words(
+    shell=lambda command: Call("bash", {"command": command}),
+    read=lambda path: Call("read", {"path": path}),
+    edit=lambda path, old, new: Call("edit", {"path": path, "edits": [{"oldText": old, "newText": new}]}),
+)
+
+
+def _pi(api: str, name: str, **more: Any) -> CLI:
+    return CLI(
+        name=name,
+        package="pi",
+        harness="pi",
+        api=api,
+        words=_PI,
+        settings={"api": api},
+        expects={
+            "basic": Expect(2),
+            "long": Expect(8),
+            "busy": Expect(4),
+            "cut_stream": Expect(3),
+            "hang_up": Expect(2, status=Status.FAILED, exit_code=137),
+            "empty": Expect(2, note="ends"),
+            "length": Expect(2, status=Status.TRUNCATED, note="ends"),
+            "fill": Expect(10, traces=3, summaries=1),
+            "overflow": Expect(8, traces=3, summaries=1),
+        },
+        **more,
+    )
+
+
+CLIS: tuple[CLI, ...] = (_pi("openai-completions", "Pi, OpenAI Chat", ignored=frozenset({"store"})),)

@@ -1,0 +1,108 @@
+"""One CLI through one scenario, on the whole real stack: service, stages, sandbox, proxy, renderer, merge, grading.
+
+The sandbox has a loopback of its own and no other network: a CLI that waits for anything but the proxy does not end.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+from transformers import AutoTokenizer
+
+from polar_plugin.config import load_config, load_task
+from polar_plugin.engine.render import load_renderer
+from polar_plugin.engine.scripted import ScriptedEngine
+from polar_plugin.records import Attempt, Trajectory
+from polar_plugin.service import RolloutService
+
+from .. import tokenizers
+from . import install
+from .clis import CLI
+from .model import Model
+from .scenarios import Scenario
+
+TOKENIZER = "qwen3"
+SECONDS = 180.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What one run came to."""
+
+    trajectory: Trajectory
+    model: Model
+    engine: ScriptedEngine
+
+    @property
+    def outcome(self) -> dict[str, Any]:
+        """What the tables of `clis` foresee and docs/conformance.md shows; no times, nothing random."""
+        trajectory, counts = self.trajectory, self.trajectory.counts
+        return {
+            "status": trajectory.status.value,
+            "exit_code": trajectory.exit_code,
+            "reward": trajectory.reward,
+            "calls": len(self.engine.calls),
+            "traces": len(trajectory.traces),
+            "summaries": self.model.asked["summary"],
+            "delivered": counts["delivered_tokens"] == counts["sampled_tokens"],
+            "untrained": {name.removeprefix("untrained_") for name in counts if name.startswith("untrained_")},
+            "roles": dict(sorted(Counter(trace.role.value for trace in trajectory.traces).items())),
+            "breaks": {
+                name.removeprefix("breaks_"): count for name, count in counts.items() if name.startswith("breaks_")
+            },
+        }
+
+    @property
+    def ignored(self) -> set[str]:
+        """Fields of requests that had no meaning to us."""
+        prefix = "ignored."
+        return {name.removeprefix(prefix) for name in self.trajectory.counts if name.startswith(prefix)}
+
+
+async def run(cli: CLI, scenario: Scenario, directory: Path, *, task: Mapping[str, Any] | None = None) -> Ran:
+    """Run `scenario` to its end. `directory` is an empty one; `task` overrides parts of the task's payload."""
+    renderer = renderer_of(TOKENIZER)
+    main, sub = scenario.main(cli.words), scenario.sub(cli.words)
+    model = Model(main, sub, renderer.decode, is_summary=cli.is_summary, directory=directory)
+    engine = ScriptedEngine(
+        model,
+        tokenizer_of(TOKENIZER),
+        context_length=cli.tight_context if scenario.tight else cli.context,
+        delay=model.delay,
+    )
+    config = load_config({"verify": "all", "retries": 0, "sampling": {"max_tokens": 4000}})
+    attempt = Attempt(scenario.name, load_task(payload(cli, scenario, directory) | (dict(task or {}))), 0, 0)
+    with anyio.fail_after(SECONDS + 60):
+        async with RolloutService(config, engine=engine, renderer=renderer) as service:
+            (trajectory,) = await service.run([attempt])
+    assert not engine.active
+    return Ran(trajectory, model, engine)
+
+
+def payload(cli: CLI, scenario: Scenario, directory: Path) -> dict[str, Any]:
+    """The task, as a user would write it."""
+    root = install.root_of(cli.package)
+    return {
+        "task_id": scenario.name,
+        "instruction": scenario.instruction,
+        "timeout_seconds": SECONDS,
+        "agent": {"harness": cli.harness, "model_name": "rl-model", "settings": {"root": str(root), **cli.settings}},
+        "runtime": {"kwargs": {"ro_binds": [str(root)], "root": str(directory)}},
+        "evaluator": {"strategy": "test_on_output", "config": {"test_command": scenario.test}},
+    }
+
+
+@functools.cache
+def renderer_of(name: str) -> Any:
+    return load_renderer(tokenizers.load(name))
+
+
+@functools.cache
+def tokenizer_of(name: str) -> Any:
+    return AutoTokenizer.from_pretrained(tokenizers.load(name))
