@@ -85,9 +85,7 @@ def _gemini(reply: JSON, parts: list[JSON], streamed: bool) -> None:
                 reply["reasoning" if piece.get("thought") else "content"] += piece.get("text", "")
                 if call := piece.get("functionCall"):
                     arguments = json.dumps(call.get("args", {}))
-                    reply["tool_calls"].append(
-                        {"id": call.get("id", ""), "name": call["name"], "arguments": arguments}
-                    )
+                    reply["tool_calls"].append({"id": call.get("id", ""), "name": call["name"], "arguments": arguments})
             reply["finish"] = candidate.get("finishReason") or reply["finish"]
 
 
