@@ -31,8 +31,9 @@ _TECHNICAL = (
     r"\b[\w-]+\.(?:txt|json|md|toml)\b",
 )
 _VOCABULARY = (
-    "lorem ipsum dolor sit amet elit sed do magna aliqua quis nisi ex ea in est sunt culpa id non pro de re vel per"
-).split()
+    "lorem", "ipsum", "dolor", "sit", "amet", "elit", "sed", "do", "magna", "aliqua", "quis", "nisi", "ex",
+    "ea", "in", "est", "sunt", "culpa", "id", "non", "pro", "de", "re", "vel", "per",
+)  # fmt: skip
 _CHOICES = 16
 
 

@@ -2,8 +2,9 @@
 
     python -m tests.recorded.redact_http SOURCE.jsonl... DIRECTORY
 
-A source has one JSON object a line and exchange: method, path, headers [[name, value]...], body, kind (which model API),
-thread, and response: {status, sse: [text...] | body}. The result is DIRECTORY/NAME.jsonl.xz with the same lines, where
+A source has one JSON object a line and exchange: seq, t (Unix seconds), method, path, headers [[name, value]...], body,
+kind (chat, anthropic, responses or gemini), thread, and response: {status, sse: [text...] | body}. The result is
+DIRECTORY/NAME.jsonl.xz with the same lines, where
 
 * each text of a request that is not the script's own is filler of the same token length (`filler.py`): system prompts,
   descriptions of tools and parameters, reminders, results; so is a key, and the recording machine's paths;
