@@ -13,6 +13,7 @@ from aiohttp import web
 
 from ..errors import BadRequest, ConfigError, PolarError
 from ..runtimes.base import ProxyEndpoint
+from .anthropic_messages import AnthropicMessages
 from .codec import Dialect, Kind
 from .exchange import Exchange, read, refusal, unexpected_as_polar_error
 from .openai_chat import OpenAIChat
@@ -21,7 +22,7 @@ from .session import Reply, Session, SessionTable
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _PREFIXES = ("", "/s/{key}")
 _SHUTDOWN_SECONDS = 2.0
-_DIALECTS: tuple[Dialect, ...] = (OpenAIChat(),)
+_DIALECTS: tuple[Dialect, ...] = (AnthropicMessages(), OpenAIChat())
 """OpenAI Chat is last: it takes what no other one knows."""
 
 
