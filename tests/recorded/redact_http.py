@@ -50,9 +50,9 @@ _KEYS = {"authorization": "Bearer session-key", "x-api-key": "session-key", "x-g
 _NAME = re.compile(r"[\w./:@+=#-]{0,120}")
 _LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"')
 _PATHS = (
-    (re.compile(r"/ws/runs/[\w.-]+/ws\b"), "/workspace"),
-    (re.compile(r"/ws/runs/[\w.-]+/home\b"), "/home/agent"),
-    (re.compile(r"/ws/runs/[\w.-]+/tmp\b"), "/tmp"),
+    (re.compile(r"(?:/ws|/tmp/harness)/runs/[\w.-]+/ws\b"), "/workspace"),
+    (re.compile(r"(?:/ws|/tmp/harness)/runs/[\w.-]+/home\b"), "/home/agent"),
+    (re.compile(r"(?:/ws|/tmp/harness)/runs/[\w.-]+/tmp\b"), "/tmp"),
     (re.compile(r"-tmp-harness-runs-[\w.-]+-ws\b"), "-workspace"),
     (re.compile(r"/ws/[\w-]+(?=/node_modules|/bin)"), "/opt/agent"),
     (re.compile(r"\bws-runs-[\w.-]+-ws\b"), "workspace"),
