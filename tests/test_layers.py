@@ -23,6 +23,7 @@ LAYERS: list[tuple[int, tuple[str, ...]]] = [
             "proxy.codec", "proxy.fields", "proxy.sse", "proxy.parts", "proxy.openai_chat", "proxy.openai_chat_request",
             "proxy.anthropic_messages", "proxy.anthropic_request", "proxy.anthropic_events",
             "proxy.openai_responses", "proxy.responses_request", "proxy.responses_events", "proxy.responses_items",
+            "proxy.responses_tools",
             "proxy.google_generate", "proxy.google_request", "proxy.google_schema",
             "engine.base", "engine.render", "engine.template", "engine.library", "engine.toolcalls", "engine.chat",
             "engine.probes", "engine.tokenizer", "engine.limits", "engine.gguf_file", "engine.history", "engine.buffer",

@@ -1,0 +1,339 @@
+"""What an OpenAI Responses request says, as a ChatRequest. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+from ..errors import BadRequest
+from ..records import ChatRequest, Completion, Image, JSONObject, Message, Role, SamplingParams, ToolCall
+from . import fields
+from .codec import Incoming
+from .parts import Part, joined
+from .responses_items import SUMMARY_ASK, as_sampled, is_compaction, recalled, referred, restored, summed_up, unseal
+from .responses_tools import Key, Offers, arguments_of, choice, is_understood, offers_of
+
+_READ = frozenset({
+    "model", "input", "instructions", "previous_response_id", "tools", "tool_choice", "max_output_tokens",
+    "temperature", "top_p", "stream",
+})  # fmt: skip
+_READ_OF = {"reasoning": {"summary", "generate_summary"}, "text": set[str]()}
+_UNDERSTOOD = frozenset({"reasoning.encrypted_content", "message.output_text.logprobs"})
+_ROLES: Mapping[str, Literal["system", "user", "assistant"]] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+}
+_TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+_SIDE_AGENTS = frozenset({"memory_consolidation"})
+_AGENTS = {"x-codex-parent-thread-id": "thread-id", "x-parent-session-id": "x-session-id"}
+"""Headers that only a sub-agent's calls have, and the header that names its own thread."""
+
+
+class UnknownResponse(BadRequest):
+    """An earlier response is named that this session does not have."""
+
+
+def chat_request(incoming: Incoming, api: str) -> ChatRequest:
+    """Raises BadRequest with the path of what is wrong."""
+    body = incoming.body
+    for name in ("conversation", "prompt"):
+        if body.get(name):
+            raise BadRequest("nothing is stored here under an id; send the text itself as input", path=name)
+    offers = offers_of(body)
+    reader = _Reader(incoming, offers)
+    messages = reader.read()
+    thread, role = _caller(incoming)
+    tool_choice = choice(body, offers)
+    if is_compaction(incoming):
+        messages, role, tool_choice = [*messages, Message("user", SUMMARY_ASK)], Role.COMPACTION, "none"
+    return ChatRequest(
+        messages=tuple(messages),
+        tools=offers.tools,
+        tool_choice=tool_choice,
+        sampling=_sampling(body),
+        stream=fields.flag(body, "stream") and not incoming.path.endswith("/compact"),
+        model=fields.text(body, "model"),
+        api=api,
+        role=role,
+        thread=thread,
+        retry=incoming.headers.get("x-stainless-retry-count", "") not in ("", "0"),
+        ignored=tuple(sorted(_ignored(body) | offers.dropped | reader.ignored)),
+    )
+
+
+@dataclass(slots=True)
+class _Turn:
+    """The items of one assistant turn. Mutable."""
+
+    reasoning: list[str] = field(default_factory=list[str])
+    texts: list[str] = field(default_factory=list[str])
+    calls: list[ToolCall] = field(default_factory=list[ToolCall])
+
+    def add(self, part: Message) -> None:
+        self.reasoning += [part.reasoning] if part.reasoning else []
+        self.texts += [part.content] if part.content else []
+        self.calls += part.tool_calls
+
+    def message(self) -> Message:
+        return Message("assistant", "\n".join(self.texts), "\n".join(self.reasoning), tuple(self.calls))
+
+
+class _Reader:
+    """Reads the input items of one request. Mutable: `messages` grows, items between two others' are one turn."""
+
+    def __init__(self, incoming: Incoming, offers: Offers) -> None:
+        self.ignored: set[str] = set()
+        self._incoming = incoming
+        self._offers = offers
+        self._messages: list[Message] = []
+        self._turn: _Turn | None = None
+        self._names: dict[str, str] = {}
+        self._readers: Mapping[str, Callable[[JSONObject, str], None]] = {
+            "message": self._message,
+            "reasoning": self._reasoning,
+            "function_call": self._function_call,
+            "custom_tool_call": self._custom_call,
+            "local_shell_call": self._shell_call,
+            "function_call_output": self._output,
+            "custom_tool_call_output": self._output,
+            "local_shell_call_output": self._output,
+            "item_reference": self._reference,
+            "compaction": self._compaction,
+            "compaction_summary": self._compaction,
+            "additional_tools": self._nothing,
+            "compaction_trigger": self._nothing,
+        }
+
+    def read(self) -> list[Message]:
+        """All messages: of the response that is continued, the instructions, the new ones."""
+        body = self._incoming.body
+        earlier = _earlier(self._incoming)
+        self._names = {call.id: call.name for message in earlier for call in message.tool_calls}
+        self._input(body)
+        if not self._messages and not earlier:
+            raise BadRequest("expected a string or a list of items", path="input")
+        instructions = fields.text(body, "instructions")
+        if instructions:
+            if earlier and earlier[0].role == "system":  # its own instructions: they are not carried over
+                earlier = earlier[1:]
+            earlier = [Message("system", instructions), *earlier]
+        return earlier + self._messages
+
+    def _input(self, body: JSONObject) -> None:
+        if isinstance(body.get("input"), str):
+            self._messages.append(Message("user", body["input"]))
+            return
+        items = fields.objects(body, "input")
+        for i, item in enumerate(items):
+            path = f"input.{i}"
+            kind = fields.text(item, "type", path) or ("message" if "role" in item else "item_reference")
+            if kind not in self._readers or (kind == "compaction_trigger" and i < len(items) - 1):
+                self.ignored.add(f"input.*.{kind}")
+                continue
+            self._readers[kind](item, path)
+        self._close()
+
+    def _open(self) -> _Turn:
+        self._turn = self._turn or _Turn()
+        return self._turn
+
+    def _close(self) -> None:
+        if self._turn is not None:
+            self._messages.append(self._turn.message())
+        self._turn = None
+
+    def _say(self, *messages: Message) -> None:
+        self._close()
+        self._messages += messages
+
+    def _message(self, item: JSONObject, path: str) -> None:
+        wire_role = fields.text(item, "role", path)
+        if wire_role not in _ROLES:
+            raise BadRequest(f"unknown role {wire_role!r}; use one of {', '.join(_ROLES)}", path=f"{path}.role")
+        role = _ROLES[wire_role]
+        content, parts = joined(
+            self._pieces(item.get("content"), f"{path}.content"), "" if role == "assistant" else "\n"
+        )
+        if item.get("phase"):
+            self.ignored.add("input.*.phase")
+        if role == "assistant":
+            self._open().add(Message("assistant", content))
+        else:
+            self._say(Message(role, content, parts=parts))
+
+    def _reasoning(self, item: JSONObject, path: str) -> None:
+        """What cannot be read is still part of a turn."""
+        turn = self._open()
+        blob = fields.text(item, "encrypted_content", path)
+        text = unseal("reasoning", blob) if blob else _told(item, path)
+        if text is None:
+            self.ignored.add("input.*.reasoning.encrypted_content")
+        turn.add(Message("assistant", reasoning=text or ""))
+
+    def _function_call(self, item: JSONObject, path: str) -> None:
+        parsed = item.get("arguments")  # some clients echo the parsed object
+        dumped = json.dumps(parsed, ensure_ascii=False) if isinstance(parsed, dict) else ""
+        self._call(item, path, ("function", *_names(item, path)), dumped or fields.text(item, "arguments", path))
+
+    def _custom_call(self, item: JSONObject, path: str) -> None:
+        text = fields.text(item, "input", path)
+        arguments = json.dumps({"input": text}, ensure_ascii=False)
+        self._call(item, path, ("custom", *_names(item, path)), arguments)
+
+    def _shell_call(self, item: JSONObject, path: str) -> None:
+        action = fields.mapping(item, "action", path)
+        self._call(item, path, ("local_shell", "", "local_shell"), arguments_of(action))
+
+    def _call(self, item: JSONObject, path: str, key: Key, arguments: str) -> None:
+        call_id = fields.text(item, "call_id", path) or fields.text(item, "id", path)
+        told = ToolCall(self._offers.name(key), arguments or "{}", call_id)
+        sampled = None if key[0] == "function" else as_sampled(item, self._incoming.recall, self._offers)
+        call = ToolCall(sampled.name, sampled.arguments, call_id) if sampled else told
+        self._names[call_id] = call.name
+        self._open().calls.append(call)
+
+    def _output(self, item: JSONObject, path: str) -> None:
+        call_id = fields.text(item, "call_id", path) or fields.text(item, "id", path)
+        content, parts = joined(self._pieces(item.get("output"), f"{path}.output"), "\n")
+        name = self._names.get(call_id) or fields.text(item, "name", path)
+        self._say(Message("tool", content, tool_call_id=call_id, name=name, parts=parts))
+
+    def _reference(self, item: JSONObject, path: str) -> None:
+        part = referred(fields.text(item, "id", path), self._incoming.recall)
+        if part is None:
+            raise BadRequest("this session has no item of that id; send the item itself", path=f"{path}.id")
+        self._open().add(part)
+        self._names.update((call.id, call.name) for call in part.tool_calls)
+
+    def _compaction(self, item: JSONObject, path: str) -> None:
+        messages = restored(fields.text(item, "encrypted_content", path))
+        if messages is None:
+            self.ignored.add("input.*.compaction.encrypted_content")
+        self._say(*(messages or ()))
+
+    def _nothing(self, item: JSONObject, path: str) -> None:
+        """What the request as a whole was asked for by: read elsewhere."""
+
+    def _pieces(self, value: Any, path: str) -> list[Part]:
+        if value is None:
+            return []
+        if isinstance(value, str):
+            return [value]
+        if not isinstance(value, list):
+            raise BadRequest("expected a string or a list of parts", path=path)
+        return [self._piece(part, f"{path}.{i}") for i, part in enumerate(cast("list[Any]", value))]
+
+    def _piece(self, value: Any, path: str) -> Part:
+        if isinstance(value, str):
+            return value
+        part = fields.as_object(value, path)
+        kind = fields.text(part, "type", path)
+        if kind in _TEXT_PARTS:
+            return fields.text(part, _TEXT_PARTS[kind], path)
+        if kind in ("input_image", "image_url") and (url := _url(part, path)):
+            return _image(url)
+        self.ignored.add(f"input.*.content.*.{kind or 'part'}")
+        return f"[{kind.removeprefix('input_') or 'part'} omitted]"
+
+
+def _earlier(incoming: Incoming) -> list[Message]:
+    """The conversation up to and with the response that `previous_response_id` names."""
+    name = fields.text(incoming.body, "previous_response_id")
+    if not name:
+        return []
+    completion: Completion | None = recalled(name, incoming.recall)
+    if completion is None:
+        raise UnknownResponse(f"this session has no response {name!r}", path="previous_response_id")
+    return summed_up(completion) or [*completion.request.messages, completion.reply]
+
+
+def _names(item: JSONObject, path: str) -> tuple[str, str]:
+    """Namespace and name."""
+    name = fields.text(item, "name", path)
+    if not name:
+        raise BadRequest("expected the tool's name", path=f"{path}.name")
+    return fields.text(item, "namespace", path), name
+
+
+def _told(item: JSONObject, path: str) -> str:
+    """Reasoning in the open: its own text, else its summary."""
+    for key in ("content", "summary"):
+        texts = [
+            fields.text(part, "text", f"{path}.{key}.{i}") for i, part in enumerate(fields.objects(item, key, path))
+        ]
+        if any(texts):
+            return "\n".join(texts)
+    return ""
+
+
+def _url(part: JSONObject, path: str) -> str:
+    """As a string, or as the object that OpenAI Chat has."""
+    value = part.get("image_url")
+    if isinstance(value, dict):
+        return fields.text(cast("JSONObject", value), "url", f"{path}.image_url")
+    return fields.text(part, "image_url", path)
+
+
+def _image(url: str) -> Image:
+    """By value where the URL is a base64 `data:` one."""
+    head, comma, data = url.partition(",")
+    if comma and head.startswith("data:") and head.endswith(";base64"):
+        return Image(media_type=head[len("data:") : -len(";base64")], data=data)
+    return Image(url=url)
+
+
+def _sampling(body: JSONObject) -> SamplingParams:
+    temperature, top_p = fields.number(body, "temperature"), fields.number(body, "top_p")
+    return SamplingParams(
+        temperature=1.0 if temperature is None else temperature,
+        top_p=1.0 if top_p is None else top_p,
+        max_tokens=fields.integer(body, "max_output_tokens", least=1),
+    )
+
+
+def _caller(incoming: Incoming) -> tuple[str, Role]:
+    """The thread, "" for the main one, and what the call is for. Nothing that a header says can fail a request."""
+    headers, turn = incoming.headers, _turn_metadata(incoming)
+    agent = headers.get("x-openai-subagent", "")
+    thread = next(
+        (headers.get(own, "") or parent for mark, own in _AGENTS.items() if (parent := headers.get(mark))), ""
+    )
+    if agent not in ("", "compact") and not thread:
+        thread = headers.get("thread-id", "") or agent
+    kind = turn.get("request_kind")
+    if kind == "compaction" or agent == "compact":
+        return thread, Role.COMPACTION
+    if kind == "prewarm" or agent in _SIDE_AGENTS:
+        return thread, Role.SIDE
+    return thread, Role.SUB_AGENT if thread else Role.MAIN
+
+
+def _turn_metadata(incoming: Incoming) -> JSONObject:
+    """Codex's own; {} where there is none that can be read."""
+    try:
+        value = json.loads(incoming.headers.get("x-codex-turn-metadata", ""))
+    except (ValueError, RecursionError):
+        return {}
+    return cast("JSONObject", value) if isinstance(value, dict) else {}
+
+
+def _ignored(body: JSONObject) -> set[str]:
+    """Paths of top-level fields that are dropped. Reads a body that was found good."""
+    paths = {key for key, value in body.items() if key not in {*_READ, *_READ_OF, "include"} and _says_something(value)}
+    for name, read in _READ_OF.items():
+        inner = body.get(name)
+        told = cast("JSONObject", inner) if isinstance(inner, dict) else {name: inner}
+        paths |= {f"{name}.{key}" for key, value in told.items() if key not in read and _says_something(value)}
+    include: Sequence[Any] = cast("list[Any]", body["include"]) if isinstance(body.get("include"), list) else []
+    paths |= {f"include.{one}" for one in include if str(one) not in _UNDERSTOOD}
+    if not is_understood(body.get("tool_choice")):
+        paths.add("tool_choice")
+    return paths
+
+
+def _says_something(value: Any) -> bool:
+    return value not in (None, "", [], {}, {"type": "text"})
