@@ -85,15 +85,20 @@ def written(reply: dict[str, Any]) -> str:
     """As a model with Qwen3's chat format writes it."""
     thought = f"<think>\n{reply['reasoning']}\n</think>\n\n" if reply["reasoning"] else ""
     calls = (
-        f'<tool_call>\n{{"name": {json.dumps(call["name"])}, "arguments": {call["arguments"]}}}\n</tool_call>'
+        f'<tool_call>\n{{"name": {json.dumps(_name(call))}, "arguments": {call["arguments"]}}}\n</tool_call>'
         for call in reply["tool_calls"]
     )
     return thought + "\n".join([*([reply["content"]] if reply["content"] else []), *calls])
 
 
 def message_of(reply: dict[str, Any]) -> Message:
-    calls = tuple(ToolCall(call["name"], call["arguments"] or "{}", call["id"]) for call in reply["tool_calls"])
+    calls = tuple(ToolCall(_name(call), call["arguments"] or "{}", call["id"]) for call in reply["tool_calls"])
     return Message("assistant", reply["content"], reply["reasoning"], calls)
+
+
+def _name(call: dict[str, Any]) -> str:
+    """As the model sees it, and so writes it."""
+    return f"{call['namespace']}__{call['name']}" if "namespace" in call else call["name"]
 
 
 class Remembering:

@@ -10,7 +10,10 @@ JSON = dict[str, Any]
 
 
 def reply_of(kind: str, response: JSON) -> JSON | None:
-    """{"content", "reasoning", "tool_calls": [{"id", "name", "arguments"}], "finish"}; None where it is no reply."""
+    """{"content", "reasoning", "tool_calls": [{"id", "name", "arguments"}], "finish"}; None where it is no reply.
+
+    A call of a tool in a namespace has a "namespace", too.
+    """
     if response.get("status") != 200:
         return None
     whole = list(_events(response["sse"])) if "sse" in response else None
@@ -75,7 +78,9 @@ def _responses(reply: JSON, parts: list[JSON], streamed: bool) -> None:
                 reply["reasoning"] += "".join(part["text"] for part in item["summary"])
             else:
                 arguments = item["arguments"] if "arguments" in item else json.dumps({"input": item["input"]})
-                reply["tool_calls"].append({"id": item["call_id"], "name": item["name"], "arguments": arguments})
+                space = {"namespace": item["namespace"]} if item.get("namespace") else {}
+                told = {"id": item["call_id"], "name": item["name"], "arguments": arguments}
+                reply["tool_calls"].append(told | space)
 
 
 def _gemini(reply: JSON, parts: list[JSON], streamed: bool) -> None:
