@@ -181,7 +181,7 @@ async def test_an_engine_that_fails_is_infrastructure_and_the_attempt_is_run_aga
 
 async def test_a_task_that_names_what_does_not_exist_is_refused_before_anything_starts(tiny: Path) -> None:
     async with service_over(tiny, []) as (service, _):
-        with pytest.raises(ConfigError, match="unknown harness 'clawd': use one of .*pi, .*shell"):
+        with pytest.raises(ConfigError, match=r"unknown harness 'clawd': use one of .*pi, .*shell"):
             await service.run([attempt({"harness": "clawd"})])
         in_place = {"strategy": "test_on_output", "refresh_runtime": False, "config": {"test_command": "true"}}
         with pytest.raises(ConfigError, match="refresh_runtime"):

@@ -73,6 +73,7 @@ def _environment(context: LaunchContext) -> dict[str, str]:
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "DISABLE_AUTOUPDATER": "1",
         "ENABLE_TOOL_SEARCH": "0",
+        "SLASH_COMMAND_TOOL_CHAR_BUDGET": "16000",  # skills' descriptions; by default less, the smaller the window
         "IS_SANDBOX": "1",  # else it refuses to skip permissions as root
         "API_TIMEOUT_MS": "3600000",  # a weight update may hold a call for long
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from ..errors import ConfigError
 from .base import Launch, LaunchContext
@@ -88,7 +88,8 @@ def _config(context: LaunchContext, settings: Mapping[str, Any]) -> dict[str, An
             }
         },
         "analytics": {"enabled": False},
-        "features": {**dict.fromkeys(_OFF, False), "multi_agent": settings.get("multi_agent", False)},
+        "agents": {"enabled": settings.get("multi_agent", False)},
+        "features": dict.fromkeys(_OFF, False),
         "mcp_servers": {server.name: _mcp_entry(server) for server in mcp_servers(context.agent)},
     }
 
@@ -113,7 +114,7 @@ def _lines(table: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
     yield from (f"{_value(key)} = {_value(value)}" for key, value in plain.items())
     for key, value in table.items():
         if isinstance(value, Mapping):
-            yield from _lines(value, (*path, key))
+            yield from _lines(cast("Mapping[str, Any]", value), (*path, key))
 
 
 def _value(value: Any) -> str:

@@ -20,7 +20,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]+")
 class MCPServer:
     """One server: a program that speaks on its standard streams, or a URL."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+    __pydantic_config__ = ConfigDict(extra="forbid")
     name: str
     transport: str = "stdio"
     command: str = ""

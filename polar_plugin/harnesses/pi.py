@@ -62,7 +62,7 @@ class Pi:
 def _script(context: LaunchContext) -> str:
     settings, model = context.agent.settings, context.agent.model_name
     argv = ("pi", "--print", "--mode", "json", "--no-session", "--provider", _PROVIDER, "--model", model)
-    return start((*argv, *settings.get("args", ())), settings.get("root"))
+    return start((*argv, *settings.get("args", ())), settings.get("root"), node="22.19")
 
 
 def _compaction(context_length: int) -> dict[str, int]:

@@ -11,6 +11,13 @@ from ..errors import ConfigError
 from ..records import AgentSpec
 from .base import LaunchContext
 
+_NODE_CHECK = """\
+found=$(node --version 2>&1) || found=none
+if [ "$(printf '%s\\n' v{least} "$found" | sort -V | head -n 1)" != v{least} ]; then
+  echo "{program} needs Node.js >= {least} on PATH or in settings.root, and finds $found" >&2
+  exit 127
+fi"""
+
 
 def settings_of(context: LaunchContext, harness: str, known: Mapping[str, type]) -> Mapping[str, Any]:
     """`agent.settings`, each of which is one of `known` and of its type. Raises ConfigError with the path."""
@@ -36,15 +43,20 @@ def without_skills(agent: AgentSpec, harness: str) -> None:
         raise ConfigError(f"agent.skills_path: the {harness} harness has no skills")
 
 
-def start(argv: Sequence[str], root: str | None) -> str:
+def start(argv: Sequence[str], root: str | None, *, node: str | None = None) -> str:
     """A shell script that becomes the program `argv`, found below `root` first: the directory, inside, of an
     `npm install --prefix` or of a virtual environment. `root/bin` is for a Node.js of its own, too.
+
+    `node`: the Node.js that the program needs at least, as in "22.19"; with an older one it exits with 127, as what was
+    not started.
     """
-    line = f"exec {shlex.join(argv)}\n"
-    if root is None:
-        return line
-    place = shlex.quote(root)
-    return f'export PATH={place}/node_modules/.bin:{place}/bin:"$PATH"\n{line}'
+    lines = [f"exec {shlex.join(argv)}"]
+    if node is not None:
+        lines.insert(0, _NODE_CHECK.format(program=argv[0], least=node))
+    if root is not None:
+        place = shlex.quote(root)
+        lines.insert(0, f'export PATH={place}/node_modules/.bin:{place}/bin:"$PATH"')
+    return "\n".join([*lines, ""])
 
 
 def skill_files(agent: AgentSpec, directory: str) -> dict[str, bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Callable, Generator
@@ -143,8 +144,17 @@ class Exchange:
     async def _break_off(self, response: web.StreamResponse, framing: Framing, error: PolarError) -> web.StreamResponse:
         """The error as an event, and the end of the connection: no terminal event, so nobody takes it for a reply."""
         response.force_close()
-        await response.write(framing.encode([self.dialect.error_event(error)]))
+        await response.write(framing.encode([self.dialect.error_event(_in_words(error))]))
         return response
+
+
+def _in_words(error: PolarError) -> PolarError:
+    """Within a stream there is no HTTP status: clients that would retry a 5xx look for it in the message."""
+    if error.status < 500:
+        return error
+    told = copy.copy(error)
+    told.args = (f"server error {error.status}: {error}",)
+    return told
 
 
 async def read(request: web.Request, limit: int, recall: Callable[[str], Completion | None]) -> Incoming:

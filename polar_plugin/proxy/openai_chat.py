@@ -69,11 +69,7 @@ class OpenAIChat:
         return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
     def error_event(self, error: PolarError) -> Event:
-        """Within a stream no HTTP status tells clients that the call may be sent again: some look for the words."""
-        body = self.error(error)
-        if error.status >= 500:
-            body["error"]["message"] = f"server error: {body['error']['message']}"
-        return Event(body)
+        return Event(self.error(error))
 
     def models(self, names: Sequence[str]) -> JSONObject:
         return {"object": "list", "data": [self.model(name) for name in names]}

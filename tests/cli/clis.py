@@ -107,9 +107,78 @@ def _pi(api: str, name: str, **more: Any) -> CLI:
             "length": Expect(2, status=Status.TRUNCATED, note="ends"),
             "fill": Expect(10, traces=3, summaries=1),
             "overflow": Expect(8, traces=3, summaries=1),
+            "skills": Expect(2),
         },
         **more,
     )
 
 
-CLIS: tuple[CLI, ...] = (_pi("openai-completions", "Pi, OpenAI Chat", ignored=frozenset({"store"})),)
+_CLAUDE_CODE = Words(
+    shell=lambda command: Call("Bash", {"command": command, "description": "Runs a command"}),
+    read=lambda path: Call("Read", {"file_path": path}),
+    edit=lambda path, old, new: Call("Edit", {"file_path": path, "old_string": old, "new_string": new}),
+    agent=lambda prompt: Call(
+        "Agent",
+        {
+            "description": "Mends a file",
+            "prompt": prompt,
+            "subagent_type": "general-purpose",
+            "run_in_background": False,
+        },
+    ),
+    mend=lambda path: Call("mcp__mender__mend", {"path": path}),
+)
+_CODEX = Words(
+    shell=lambda command: Call("exec_command", {"cmd": command}),
+    mend=lambda path: Call("mcp__mender__mend", {"path": path}),
+)
+
+_CACHE_CONTROL = frozenset({"messages.*.content.*.cache_control", "system.*.cache_control"})
+_CLAUDE_EXPECTS = {
+    "basic": Expect(2),
+    "long": Expect(8),
+    "busy": Expect(4),
+    "cut_stream": Expect(3),
+    "hang_up": Expect(2, status=Status.FAILED, exit_code=137),
+    "empty": Expect(3, traces=2, note="asks again"),
+    "length": Expect(3, note="asks to go on"),
+    "fill": Expect(10, traces=3, summaries=1),
+    "overflow": Expect(8, traces=3, summaries=1),
+    "sub_agent": Expect(4, traces=2),
+    "mcp": Expect(2),
+    "skills": Expect(2),
+}
+_CODEX_EXPECTS = {
+    "basic": Expect(2),
+    "long": Expect(8),
+    "busy": Expect(4),
+    "cut_stream": Expect(3),
+    "hang_up": Expect(2, status=Status.FAILED, exit_code=137),
+    "empty": Expect(2, note="ends"),
+    "length": Expect(2, status=Status.FAILED, exit_code=1, note="ends"),
+    "fill": Expect(10, traces=3, summaries=1),
+    "overflow": Expect(5, status=Status.FAILED, exit_code=1, reward=0.0, note="ends"),
+    "mcp": Expect(2),
+    "skills": Expect(2),
+}
+
+CLIS: tuple[CLI, ...] = (
+    _pi("openai-completions", "Pi, OpenAI Chat", ignored=frozenset({"store"})),
+    _pi(
+        "anthropic-messages",
+        "Pi, Anthropic Messages",
+        ignored=_CACHE_CONTROL | {"tools.*.cache_control", "tools.*.eager_input_streaming"},
+    ),
+    _pi("openai-responses", "Pi, OpenAI Responses"),
+    CLI("Codex", "codex", "codex", "openai-responses", _CODEX, _CODEX_EXPECTS),
+    CLI(
+        "Claude Code",
+        "claude_code",
+        "claude_code",
+        "anthropic-messages",
+        _CLAUDE_CODE,
+        _CLAUDE_EXPECTS,
+        ignored=_CACHE_CONTROL | {"context_management", "metadata", "output_config", "thinking"},
+        tight_context=60_000,
+    ),
+)

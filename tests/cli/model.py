@@ -58,7 +58,7 @@ class Model:
         position = self.asked[thread]
         self.asked[thread] += 1
         if thread == "summary":
-            return Reply(SUMMARY)
+            return Reply(f"<summary>\n{SUMMARY}\n</summary>")
         turns = self._turns[thread]
         turn = turns[min(position, len(turns) - 1)]
         self._taken[call.request_id] = turn

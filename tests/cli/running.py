@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,8 +64,8 @@ class Ran:
         return {name.removeprefix(prefix) for name in self.trajectory.counts if name.startswith(prefix)}
 
 
-async def run(cli: CLI, scenario: Scenario, directory: Path, *, task: Mapping[str, Any] | None = None) -> Ran:
-    """Run `scenario` to its end. `directory` is an empty one; `task` overrides parts of the task's payload."""
+async def run(cli: CLI, scenario: Scenario, directory: Path) -> Ran:
+    """Run `scenario` to its end. `directory` is an empty one."""
     renderer = renderer_of(TOKENIZER)
     main, sub = scenario.main(cli.words), scenario.sub(cli.words)
     model = Model(main, sub, renderer.decode, is_summary=cli.is_summary, directory=directory)
@@ -77,7 +76,7 @@ async def run(cli: CLI, scenario: Scenario, directory: Path, *, task: Mapping[st
         delay=model.delay,
     )
     config = load_config({"verify": "all", "retries": 0, "sampling": {"max_tokens": 4000}})
-    attempt = Attempt(scenario.name, load_task(payload(cli, scenario, directory) | (dict(task or {}))), 0, 0)
+    attempt = Attempt(scenario.name, load_task(payload(cli, scenario, directory)), 0, 0)
     with anyio.fail_after(SECONDS + 60):
         async with RolloutService(config, engine=engine, renderer=renderer) as service:
             (trajectory,) = await service.run([attempt])
@@ -92,8 +91,16 @@ def payload(cli: CLI, scenario: Scenario, directory: Path) -> dict[str, Any]:
         "task_id": scenario.name,
         "instruction": scenario.instruction,
         "timeout_seconds": SECONDS,
-        "agent": {"harness": cli.harness, "model_name": "rl-model", "settings": {"root": str(root), **cli.settings}},
-        "runtime": {"kwargs": {"ro_binds": [str(root)], "root": str(directory)}},
+        "agent": {
+            "harness": cli.harness,
+            "model_name": "rl-model",
+            "settings": {"root": str(root), **cli.settings},
+            **scenario.agent,
+        },
+        "runtime": {
+            "image": str(scenario.image) if scenario.image else None,
+            "kwargs": {"ro_binds": [str(root)], "root": str(directory)},
+        },
         "evaluator": {"strategy": "test_on_output", "config": {"test_command": scenario.test}},
     }
 

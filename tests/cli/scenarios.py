@@ -6,7 +6,9 @@ A scenario's turns are written once for all CLIs, in `Words`; what each CLI make
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from polar_plugin.errors import ContextOverflow, EngineBusy, EngineError
 
@@ -40,6 +42,12 @@ class Scenario:
     """Decides, in a fresh sandbox with the agent's changes, whether the task's result is there."""
     tight: bool = False
     """Whether the context is the CLI's `tight_context`, not its usual one."""
+    agent: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """More of the task's `agent`."""
+    image: Path | None = None
+    """What is in the workspace at the start."""
+    seen: str = ""
+    """What the model's first prompt must have in it."""
 
 
 def _mend(words: Words) -> Call:
@@ -119,6 +127,14 @@ def _sub_agent(words: Words) -> Sequence[Turn]:
     return Turn("Somebody else does it.", (words.agent(SUB_AGENT),)), Turn("Done.")
 
 
+def _mcp(words: Words) -> Sequence[Turn]:
+    assert words.mend is not None
+    return Turn("I have a tool for that.", (words.mend(f"{WORKSPACE}/result"),)), Turn("Done.")
+
+
+_MENDER = {"name": "mender", "command": "python3", "args": [f"{WORKSPACE}/server.py"]}
+_HERE = Path(__file__).parent
+
 SCENARIOS: Mapping[str, Scenario] = {
     scenario.name: scenario
     for scenario in (
@@ -132,5 +148,7 @@ SCENARIOS: Mapping[str, Scenario] = {
         Scenario("fill", "context fills up", _fill, tight=True),
         Scenario("overflow", "context overflow", _overflow, tight=True),
         Scenario("sub_agent", "sub-agent", _sub_agent, sub=lambda words: _basic(words)),
+        Scenario("mcp", "MCP", _mcp, agent={"mcp_servers": [_MENDER]}, image=_HERE / "mender"),
+        Scenario("skills", "skills", _basic, agent={"skills_path": str(_HERE / "skills")}, seen="skill-marker-41"),
     )
 }

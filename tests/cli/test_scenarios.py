@@ -32,6 +32,7 @@ async def test_a_real_agent_program_does_its_task_and_gives_one_exact_trace_a_co
     if not install.installed(cli.package):
         pytest.skip(f"not installed: python -m tests.cli.install {cli.package}")
     ran = await run(cli, SCENARIOS[name], tmp_path)
+    assert SCENARIOS[name].seen in ran.model.prompts[0]
     expected, counts = cli.expects[name], ran.trajectory.counts
     told = (ran.trajectory.failure, ran.model.asked, ran.ignored, dict(counts))
     assert {key: ran.outcome[key] for key in expected.facts()} == expected.facts(), told

@@ -56,6 +56,9 @@ class Words:
     agent: Callable[[str], Call] | None = None
     """From a sub-agent's instruction; it must be one that is waited for."""
 
+    mend: Callable[[str], Call] | None = None
+    """From a path: the tool `mend` of the MCP server `mender`."""
+
     def reads(self, path: str) -> Call:
         return self.read(path) if self.read else self.shell(f"cat {path}")
 
