@@ -16,6 +16,7 @@ from ..runtimes.base import ProxyEndpoint
 from .anthropic_messages import AnthropicMessages
 from .codec import Dialect, Kind
 from .exchange import Exchange, read, refusal, unexpected_as_polar_error
+from .google_generate import GoogleGenerate
 from .openai_chat import OpenAIChat
 from .openai_responses import OpenAIResponses
 from .session import Reply, Session, SessionTable
@@ -23,7 +24,7 @@ from .session import Reply, Session, SessionTable
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _PREFIXES = ("", "/s/{key}")
 _SHUTDOWN_SECONDS = 2.0
-_DIALECTS: tuple[Dialect, ...] = (AnthropicMessages(), OpenAIResponses(), OpenAIChat())
+_DIALECTS: tuple[Dialect, ...] = (AnthropicMessages(), OpenAIResponses(), GoogleGenerate(), OpenAIChat())
 """OpenAI Chat is last: it takes what no other one knows."""
 
 
