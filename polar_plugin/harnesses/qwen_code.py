@@ -54,6 +54,7 @@ def _environment(context: LaunchContext) -> dict[str, str]:
         "OPENAI_API_KEY": context.session_key,
         "OPENAI_MODEL": context.agent.model_name,
         "QWEN_HOME": f"{context.home}/.qwen",
+        "QWEN_CODE_SUPPRESS_YOLO_WARNING": "1",
     }
 
 
@@ -73,6 +74,8 @@ def _config(context: LaunchContext) -> dict[str, Any]:
                 "contextWindowSize": context.context_length,
                 "samplingParams": {"max_tokens": context.max_tokens},
                 "timeout": 3_600_000,  # a weight update may hold a call for long
+                "retryInitialDelayMs": 1_000,  # else a minute
+                "retryErrorCodes": [500, 502, 504],  # besides 429 and 503; it finds them in a stream's error, too
             },
         },
         "mcpServers": mcp_entries(mcp_servers(context.agent)),
