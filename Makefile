@@ -7,7 +7,7 @@ TORCH := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo torch || echo tor
 
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: system setup quickstart test test-all test-sglang test-cli test-slime test-vllm check clean
+.PHONY: system setup quickstart test test-all test-sglang test-cli test-clis test-slime test-vllm check clean
 
 # Sandboxes need bubblewrap, grading git and patch, tests npm; only what is missing is installed.
 system:
@@ -35,8 +35,13 @@ test-sglang: setup
 	$(BIN)/python -m pytest -m sglang
 
 test-cli: setup
-	tests/harnesses/install_pi.sh
-	PI_ROOT=$(CURDIR)/.cache/pi $(BIN)/python -m pytest -m cli
+	$(BIN)/python -m tests.cli.install pi codex claude_code
+	$(BIN)/python -m pytest -m cli
+
+test-clis: setup
+	$(BIN)/python -m tests.cli.install
+	$(BIN)/python -m pytest -m cli --conformance
+	$(BIN)/python -m tests.cli.conformance
 
 test-slime: setup
 	$(BIN)/python -m pytest -m slime

@@ -27,6 +27,7 @@ LAYERS: list[tuple[int, tuple[str, ...]]] = [
             "proxy.google_generate", "proxy.google_request", "proxy.google_schema",
             "engine.base", "engine.render", "engine.template", "engine.library", "engine.toolcalls", "engine.chat",
             "engine.probes", "engine.tokenizer", "engine.limits", "engine.gguf_file", "engine.history", "engine.buffer",
+            "engine.meaning", "engine.tree", "engine.ties", "engine.breaks",
             "merge", "harnesses", "runtimes.base", "evaluators.base",
         ),
     ),

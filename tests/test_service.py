@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import os
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -186,20 +185,6 @@ async def test_a_task_that_names_what_does_not_exist_is_refused_before_anything_
         in_place = {"strategy": "test_on_output", "refresh_runtime": False, "config": {"test_command": "true"}}
         with pytest.raises(ConfigError, match="refresh_runtime"):
             await service.run([attempt(agent_py(), evaluator=in_place)])
-
-
-@pytest.mark.cli
-@pytest.mark.skipif("PI_ROOT" not in os.environ, reason="PI_ROOT is not set: use `make test-cli`, which installs Pi")
-async def test_pi_completes_a_task_through_the_proxy_in_one_trace(tiny: Path) -> None:
-    agent = {"harness": "pi", "settings": {"root": "/opt/pi"}}
-    runtime = {"kwargs": {"ro_binds": [f"{os.environ['PI_ROOT']}:/opt/pi"]}}
-    evaluator = {"strategy": "test_on_output", "config": {"test_command": "grep -q mended result"}}
-    async with service_over(tiny, [WRITE, "Done."]) as (service, _):
-        (trajectory,) = await service.run([attempt(agent, runtime=runtime, evaluator=evaluator)])
-    assert (trajectory.status, trajectory.reward) == (Status.COMPLETED, 1.0), trajectory.failure
-    (trace,) = trajectory.traces
-    assert len(trace.completion_ids) == 2
-    assert trajectory.counts["trained_tokens"] == trajectory.counts["delivered_tokens"] == trace.trained
 
 
 def test_the_quickstart_gives_rewards_of_1_and_0_and_proves_itself_exact(tiny: Path, tmp_path: Path) -> None:

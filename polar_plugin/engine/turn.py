@@ -18,7 +18,7 @@ from ..errors import ContextOverflow, EngineError
 from ..records import BreakReason, ChatRequest, Completion, Generation, Message, SamplingParams, TokenIds
 from .base import Engine, Parsed, Renderer
 from .buffer import TokenBuffer
-from .history import History, Match
+from .history import History, Place
 
 T = TypeVar("T")
 _INLINE_CHARACTERS = 16_384  # about 5 ms of tokenisation: beyond it the event loop is left
@@ -43,6 +43,7 @@ class Prompt:
     ids: TokenIds
     parent: Completion | None
     break_reason: BreakReason | None
+    place: Place
 
 
 class Conversation:
@@ -55,12 +56,14 @@ class Conversation:
         *,
         clock: Callable[[], float] = time.time,
         new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
+        delivered: Callable[[str], bool] = lambda _: True,
     ) -> None:
+        """`delivered` tells by completion id whether the harness got the answer."""
         self._policy = policy
         self._session_id = session_id
         self._clock = clock
         self._new_id = new_id
-        self._history = History()
+        self._history = History(delivered)
         self._buffers: dict[str, TokenBuffer] = {}
 
     async def __call__(self, request: ChatRequest) -> Completion:
@@ -77,6 +80,7 @@ class Conversation:
             stop_ids=self._policy.renderer.stop_ids,
         )
         parsed = await self._parse(generation, request, prompt.ids)
+        request = replace(request, role=prompt.place.role)
         completion = Completion(
             id=completion_id,
             request=request,
@@ -95,35 +99,45 @@ class Conversation:
 
     async def count(self, request: ChatRequest) -> int:
         """The number of ids that a call with this request would send now. Nothing is sampled or kept."""
-        parent, ids, _ = await self._rendered(request)
+        place = self._history.find(request)
+        if place.again:
+            return len(place.again.prompt_ids)
+        parent, ids, _ = await self._rendered(request, place)
         return (parent.length if parent else 0) + len(ids)
 
     async def _prompt(self, request: ChatRequest) -> Prompt:
-        parent, ids, reason = await self._rendered(request)
+        place = self._history.find(request)
+        if (again := place.again) is not None:  # the very ids, however the harness tells the messages now
+            buffer, length = self._buffers[again.id], len(again.prompt_ids)
+            parent = place.parent if again.parent else None
+            return Prompt(buffer, buffer.view(length), parent, again.break_reason, place)
+        parent, ids, reason = await self._rendered(request, place)
         if parent is None:
             buffer, length = TokenBuffer(ids), len(ids)
         else:
             buffer, length = self._buffers[parent.id].extended(parent.length, ids), parent.length + len(ids)
-        return Prompt(buffer, buffer.view(length), parent, reason)
+        return Prompt(buffer, buffer.view(length), parent, reason, place)
 
-    async def _rendered(self, request: ChatRequest) -> tuple[Completion | None, TokenIds, BreakReason | None]:
+    async def _rendered(
+        self, request: ChatRequest, place: Place
+    ) -> tuple[Completion | None, TokenIds, BreakReason | None]:
         """The completion that is continued and the ids that follow its own; without one all ids, and why."""
-        found = self._history.find(request)
-        if isinstance(found, Match):
-            delta = await self._extend(found, request)
+        reason, renderer = place.reason, self._policy.renderer
+        if place.parent is not None:
+            delta = await self._extend(place.parent, place.new, request)
             if not isinstance(delta, BreakReason):
                 self._check(delta)
-                return found.completion, delta, None
-            found = delta
-        renderer = self._policy.renderer
+                return place.parent, delta, None
+            reason = delta
         ids = await _cpu(lambda: renderer.render(request.messages, request.tools), _characters(request.messages))
         self._check(ids)
-        return None, ids, found
+        return None, ids, reason
 
-    async def _extend(self, found: Match, request: ChatRequest) -> TokenIds | BreakReason:
-        parent, renderer = found.completion, self._policy.renderer
-        tokens = self._buffers[parent.id].view(parent.length)
-        return await _cpu(lambda: renderer.extend(parent, tokens, found.new, request.tools), _characters(found.new))
+    async def _extend(
+        self, parent: Completion, new: tuple[Message, ...], request: ChatRequest
+    ) -> TokenIds | BreakReason:
+        tokens, renderer = self._buffers[parent.id].view(parent.length), self._policy.renderer
+        return await _cpu(lambda: renderer.extend(parent, tokens, new, request.tools), _characters(new))
 
     def _check(self, ids: TokenIds) -> None:
         """One id out of range kills some engines, so none leaves us."""
@@ -157,7 +171,7 @@ class Conversation:
     def _remember(self, completion: Completion, prompt: Prompt) -> None:
         output = completion.generation.output_ids
         self._buffers[completion.id] = prompt.buffer.extended(len(prompt.ids), np.asarray(output, np.int32))
-        self._history.add(completion)
+        self._history.add(completion, prompt.place)
 
 
 async def _cpu(work: Callable[[], T], characters: int) -> T:

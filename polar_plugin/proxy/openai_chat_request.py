@@ -46,9 +46,15 @@ def chat_request(incoming: Incoming, api: str) -> ChatRequest:
         stream=fields.flag(body, "stream"),
         model=fields.text(body, "model"),
         api=api,
+        thread=_thread(incoming.headers),
         retry=incoming.headers.get("x-stainless-retry-count", "") not in ("", "0"),
         ignored=_ignored(body),
     )
+
+
+def _thread(headers: Mapping[str, str]) -> str:
+    """opencode names its conversations; one with a parent is a sub-agent's."""
+    return headers.get("x-session-id", "") if headers.get("x-parent-session-id") else ""
 
 
 def _messages(body: JSONObject) -> tuple[Message, ...]:

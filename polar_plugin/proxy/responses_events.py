@@ -213,7 +213,7 @@ def _tool_choice(body: JSONObject) -> str | JSONObject:
     if kind in ("function", "custom"):
         return {"type": kind, "name": told["name"]}
     if kind == "allowed_tools":
-        tools = _schema({"tools": {"tools": told.get("tools")}}, "tools").get("tools") or []
+        tools: list[JSONObject] = _schema({"tools": {"tools": told.get("tools") or []}}, "tools").get("tools", [])
         return {"type": kind, "mode": told.get("mode") or "auto", "tools": tools}
     return _string(body, "tool_choice") or "auto"
 

@@ -6,8 +6,9 @@ as functions, each under one name of its own, and are mapped back by that name. 
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -81,9 +82,7 @@ def offers_of(body: JSONObject) -> Offers:
         if key in found:
             dropped.add("tools.*.duplicate")
         found.setdefault(key, tool)
-    names: dict[Key, str] = {}
-    for key in sorted(found, key=lambda key: bool(key[1])):  # a name that stands alone keeps it
-        names[key] = _free(flat(key), set(names.values()))
+    names = _names(found)
     told = (Offer(key, Tool(names[key], tool.description, tool.parameters)) for key, tool in found.items())
     return Offers(tuple(told), frozenset(dropped))
 
@@ -195,12 +194,21 @@ def _name(raw: JSONObject, path: str) -> str:
     return name
 
 
-def _free(name: str, taken: set[str]) -> str:
-    number, free = 1, name
-    while free in taken:
-        number += 1
-        free = f"{name}_{number}"
-    return free
+def _names(keys: Iterable[Key]) -> dict[Key, str]:
+    """A name of its own for each tool: of those that want the same one, plain functions keep it, others are numbered."""
+    taken = {flat(key) for key in keys}
+    names: dict[Key, str] = {}
+    owned: set[str] = set()
+    for key in sorted(keys, key=lambda key: (key[1] != "", key[0] != "function")):
+        wanted = flat(key)
+        names[key] = wanted if wanted not in owned else _free(wanted, taken)
+        owned.add(wanted)
+        taken.add(names[key])
+    return names
+
+
+def _free(name: str, taken: Set[str]) -> str:
+    return next(free for number in itertools.count(2) if (free := f"{name}_{number}") not in taken)
 
 
 def _allowed(told: JSONObject, offers: Offers) -> str:

@@ -107,6 +107,10 @@ class Session:
         if not self.sealed and self._delivery[completion_id] is not Delivery.DELIVERED:
             self._delivery[completion_id] = delivery
 
+    def delivered(self, completion_id: str) -> bool:
+        """Whether the harness is known to have got the answer."""
+        return self._delivery.get(completion_id) is Delivery.DELIVERED
+
     def seal(self) -> CompletionSession:
         """End the session: turns in flight are cancelled, answers not yet delivered never will be. Idempotent."""
         if self._ledger is None:

@@ -13,6 +13,7 @@ To add one:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,8 @@ class Expect:
     delivered: bool = True
     untrained: frozenset[str] = frozenset()
     """Why some sampled tokens are not trained; none, for most."""
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """More `agent.settings`, for this scenario."""
     note: str = ""
     """What the conformance table says beside it: the CLI's own way of taking it."""
 
@@ -130,6 +133,11 @@ _CLAUDE_CODE = Words(
 )
 _CODEX = Words(
     shell=lambda command: Call("exec_command", {"cmd": command}),
+    agent=lambda prompt: Call("multi_agent_v1__spawn_agent", {"message": prompt}),
+    awaits=lambda prompt: Call(
+        "multi_agent_v1__wait_agent",
+        {"targets": re.findall(r'"agent_id": ?"([^"]+)"', prompt)[-1:], "timeout_ms": 60_000},
+    ),
     mend=lambda path: Call("mcp__mender__mend", {"path": path}),
 )
 
@@ -158,6 +166,7 @@ _CODEX_EXPECTS = {
     "length": Expect(2, status=Status.FAILED, exit_code=1, note="ends"),
     "fill": Expect(10, traces=3, summaries=1),
     "overflow": Expect(5, status=Status.FAILED, exit_code=1, reward=0.0, note="ends"),
+    "sub_agent": Expect(5, traces=2, settings={"multi_agent": True}),
     "mcp": Expect(2),
     "skills": Expect(2),
 }
@@ -205,8 +214,17 @@ CLIS: tuple[CLI, ...] = (
         "Pi, Anthropic Messages",
         ignored=_CACHE_CONTROL | {"tools.*.cache_control", "tools.*.eager_input_streaming"},
     ),
-    _pi("openai-responses", "Pi, OpenAI Responses"),
-    CLI("Codex", "codex", "codex", "openai-responses", _CODEX, _CODEX_EXPECTS),
+    _pi("openai-responses", "Pi, OpenAI Responses", ignored=frozenset({"prompt_cache_key", "store"})),
+    _pi("google-generative-ai", "Pi, Google"),
+    CLI(
+        "Codex",
+        "codex",
+        "codex",
+        "openai-responses",
+        _CODEX,
+        _CODEX_EXPECTS,
+        ignored=frozenset({"client_metadata", "parallel_tool_calls", "prompt_cache_key", "store"}),
+    ),
     CLI(
         "Claude Code",
         "claude_code",

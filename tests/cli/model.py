@@ -63,7 +63,7 @@ class Model:
         turn = turns[min(position, len(turns) - 1)]
         self._taken[call.request_id] = turn
         reason = FinishReason.LENGTH if turn.cut else FinishReason.STOP
-        return Reply(turn.written(), finish_reason=reason, raises=turn.raises)
+        return Reply(turn.written(prompt), finish_reason=reason, raises=turn.raises)
 
     async def delay(self, call: Call) -> None:
         turn = self._taken.get(call.request_id, Turn())

@@ -94,7 +94,7 @@ def payload(cli: CLI, scenario: Scenario, directory: Path) -> dict[str, Any]:
         "agent": {
             "harness": cli.harness,
             "model_name": "rl-model",
-            "settings": {"root": str(root), **cli.settings},
+            "settings": {"root": str(root), **cli.settings, **cli.expects[scenario.name].settings},
             **scenario.agent,
         },
         "runtime": {

@@ -124,7 +124,8 @@ def _overflow(words: Words) -> Sequence[Turn]:
 
 def _sub_agent(words: Words) -> Sequence[Turn]:
     assert words.agent is not None
-    return Turn("Somebody else does it.", (words.agent(SUB_AGENT),)), Turn("Done.")
+    waiting = [Turn("I wait.", follows=words.awaits)] if words.awaits else []
+    return Turn("Somebody else does it.", (words.agent(SUB_AGENT),)), *waiting, Turn("Done.")
 
 
 def _mcp(words: Words) -> Sequence[Turn]:

@@ -25,6 +25,8 @@ class Turn:
 
     text: str = ""
     calls: tuple[Call, ...] = ()
+    follows: Callable[[str], Call] | None = None
+    """One more call, made from the prompt: with an id, say, that the CLI has told the model."""
     raises: Exception | None = None
     """The engine fails the call: before the answer's headers, or after them where it `takes` more than a second."""
     takes: float = 0.0
@@ -34,9 +36,10 @@ class Turn:
     hangs: bool = False
     """The engine never answers; the workspace gets the file `HANGING`, so that a script can hang up."""
 
-    def written(self) -> str:
+    def written(self, prompt: str) -> str:
         """As a model with Qwen3's chat format writes it."""
-        calls = (json.dumps({"name": call.tool, "arguments": call.arguments}) for call in self.calls)
+        made = (self.follows(prompt),) if self.follows else ()
+        calls = (json.dumps({"name": call.tool, "arguments": call.arguments}) for call in (*self.calls, *made))
         return "\n".join([*([self.text] if self.text else []), *(f"<tool_call>\n{c}\n</tool_call>" for c in calls)])
 
 
@@ -54,7 +57,9 @@ class Words:
     edit: Callable[[str, str, str], Call] | None = None
     """From a path, the old text and the new one."""
     agent: Callable[[str], Call] | None = None
-    """From a sub-agent's instruction; it must be one that is waited for."""
+    """From a sub-agent's instruction. It is waited for, or else there is `awaits`."""
+    awaits: Callable[[str], Call] | None = None
+    """From the prompt after `agent`: waits for the sub-agent."""
 
     mend: Callable[[str], Call] | None = None
     """From a path: the tool `mend` of the MCP server `mender`."""

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from polar_plugin.engine.buffer import TokenBuffer
-from polar_plugin.engine.history import History, Match, canonical_arguments
+from polar_plugin.engine.history import History, Place
+from polar_plugin.engine.meaning import canonical_arguments
 from polar_plugin.records import (
     BreakReason,
     ChatRequest,
@@ -38,11 +39,12 @@ def completion(request: ChatRequest, reply: Message, name: str = "c1") -> Comple
 @pytest.fixture
 def history() -> History:
     history = History()
-    history.add(completion(ChatRequest((SYSTEM, ASK), (BASH,)), REPLY))
+    first = completion(ChatRequest((SYSTEM, ASK), (BASH,)), REPLY)
+    history.add(replace(first, break_reason=BreakReason.FIRST_CALL))
     return history
 
 
-def following(history: History, *messages: Message, tools: tuple[Tool, ...] = (BASH,)) -> Match | BreakReason:
+def following(history: History, *messages: Message, tools: tuple[Tool, ...] = (BASH,)) -> Place:
     return history.find(ChatRequest(messages, tools))
 
 
@@ -58,8 +60,8 @@ def following(history: History, *messages: Message, tools: tuple[Tool, ...] = (B
 )
 def test_an_echo_of_equal_meaning_continues_the_turn(history: History, echo: Message) -> None:
     found = following(history, SYSTEM, ASK, echo, RESULT)
-    assert isinstance(found, Match)
-    assert found.completion.id == "c1"
+    assert found.parent
+    assert found.parent.id == "c1"
     assert found.new == (RESULT,)
 
 
@@ -68,14 +70,14 @@ def test_the_deepest_completion_is_continued(history: History) -> None:
     history.add(completion(request, Message("assistant", "done"), "c2"))
     more = Message("user", "thanks")
     found = following(history, SYSTEM, ASK, REPLY, RESULT, Message("assistant", "done"), more)
-    assert isinstance(found, Match)
-    assert found.completion.id == "c2"
+    assert found.parent
+    assert found.parent.id == "c2"
     assert found.new == (more,)
 
 
 def test_a_harness_authored_turn_behind_ours_is_new_context(history: History) -> None:
     found = following(history, SYSTEM, ASK, REPLY, RESULT, Message("assistant", "interrupted"), ASK)
-    assert isinstance(found, Match)
+    assert found.parent
     assert [message.role for message in found.new] == ["tool", "assistant", "user"]
 
 
@@ -93,19 +95,19 @@ def test_a_harness_authored_turn_behind_ours_is_new_context(history: History) ->
 def test_a_break_is_named(
     history: History, messages: tuple[Message, ...], tools: tuple[Tool, ...], reason: BreakReason
 ) -> None:
-    assert following(history, *messages, tools=tools) is reason
+    assert following(history, *messages, tools=tools).reason is reason
 
 
 def test_the_first_call_of_a_session_is_no_break() -> None:
-    assert following(History(), SYSTEM, ASK) is BreakReason.FIRST_CALL
+    assert following(History(), SYSTEM, ASK).reason is BreakReason.FIRST_CALL
 
 
 @pytest.mark.parametrize("reason", [BreakReason.FIRST_CALL, BreakReason.ASSISTANT_REWRITTEN])
 def test_a_prompt_with_a_turn_of_the_harness_asked_again_breaks_for_the_same_reason(reason: BreakReason) -> None:
     history, prompt = History(), (SYSTEM, ASK, Message("assistant", "an example"), ASK)
     history.add(replace(completion(ChatRequest(prompt, (BASH,)), REPLY), break_reason=reason))
-    assert following(history, *prompt) is reason
-    assert following(history, *prompt, tools=()) is BreakReason.TOOLS_CHANGED
+    assert following(history, *prompt).reason is reason
+    assert following(history, *prompt, tools=()).reason is BreakReason.TOOLS_CHANGED
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"a": NaN}', "[" * 100_000])
@@ -117,7 +119,7 @@ def test_lone_surrogates_can_be_compared() -> None:
     history = History()
     odd = Message("user", "\ud83d")
     history.add(completion(ChatRequest((odd,), (Tool("\ud83d"),)), REPLY))
-    assert isinstance(history.find(ChatRequest((odd, REPLY, RESULT), (Tool("\ud83d"),))), Match)
+    assert history.find(ChatRequest((odd, REPLY, RESULT), (Tool("\ud83d"),))).parent
 
 
 def test_prompts_of_a_chain_share_memory_and_a_branch_gets_its_own() -> None:

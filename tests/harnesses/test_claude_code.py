@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from polar_plugin.harnesses.base import Launch, LaunchContext
 from polar_plugin.harnesses.claude_code import ClaudeCode
-from polar_plugin.records import AgentSpec
+from polar_plugin.harnesses.noise import stands_for
+from polar_plugin.records import AgentSpec, ToolCall
 
 
 def launched(**agent: Any) -> Launch:
@@ -60,3 +63,21 @@ def test_mcp_servers_are_those_of_the_task_alone() -> None:
 
 def test_more_arguments_come_last() -> None:
     assert str(launched(settings={"args": ["--max-turns", "5"]}).command).endswith("--max-turns 5\n")
+
+
+@pytest.mark.parametrize(
+    ("echoed", "same"),
+    [
+        ('{"all": false, "path": "a", "edits": [{"old": 1, "new": [2]}]}', True),
+        ('{"path": "a", "edits": [{"old": 1.0, "new": [2], "times": null}]}', True),
+        ('{"path": "b", "edits": [{"old": 1, "new": [2]}], "all": false}', False),
+        ('{"path": "a", "edits": [{"old": 1, "new": [2]}, {}]}', False),
+        ('{"path": "a", "all": false}', False),
+        ("{}", False),
+        ("no JSON", False),
+    ],
+)
+def test_an_echoed_call_whose_defaults_are_filled_in_is_the_sampled_one(echoed: str, same: bool) -> None:
+    sampled = ToolCall("Edit", '{"path": "a", "edits": [{"old": 1, "new": [2]}]}', "call_1")
+    assert stands_for(ToolCall("Edit", echoed, "call_1"), sampled) is same
+    assert not stands_for(ToolCall("Write", echoed, "call_1"), sampled)

@@ -71,12 +71,12 @@ def check(events: Sequence[Wire]) -> Wire:
         else:
             demand(open_item is not None, "an event of no item", event)
             assert open_item is not None
-            demand(event["output_index"] == open_item.index, "another item's index", event)
+            demand(event.get("output_index") == open_item.index, "another item's index", event)
             if kind == "response.output_item.done":
                 done.append(_finished(open_item, event))
                 open_item = None
             else:
-                demand(event["item_id"] == open_item.added["id"], "another item's id", event)
+                demand(event.get("item_id") == open_item.added["id"], "another item's id", event)
                 _within(open_item, event)
     return _ended(first, events[-1], done, open_item)
 
@@ -95,7 +95,7 @@ def _within(item: _Item, event: Wire) -> None:
     """One event between an item's `added` and `done`."""
     if item.kind in _PARTED:
         part, text, index, _ = _PARTED[item.kind]
-        demand(event[index] == len(item.parts), "parts skip an index", event)
+        demand(event.get(index) == len(item.parts), "parts skip an index", event)
         if event["type"] == f"response.{part}.added":
             demand(item.text is None and event["part"]["text"] == "", "a part within another", event)
             item.text, item.told, item.logprobs = [], None, []
