@@ -20,6 +20,10 @@ RUNTIMES: Mapping[str, str] = {
 HARNESSES: Mapping[str, str] = {
     "shell": "polar_plugin.harnesses.shell:Shell",
     "pi": "polar_plugin.harnesses.pi:Pi",
+    "gemini_cli": "polar_plugin.harnesses.gemini_cli:GeminiCLI",
+    "qwen_code": "polar_plugin.harnesses.qwen_code:QwenCode",
+    "opencode": "polar_plugin.harnesses.opencode:OpenCode",
+    "mini_swe_agent": "polar_plugin.harnesses.mini_swe_agent:MiniSWEAgent",
     "claude_code": "polar_plugin.harnesses.claude_code:ClaudeCode",
     "codex": "polar_plugin.harnesses.codex:Codex",
 }

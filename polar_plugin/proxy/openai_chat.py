@@ -69,7 +69,9 @@ class OpenAIChat:
         return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
     def error_event(self, error: PolarError) -> Event:
-        return Event(self.error(error))
+        """With the HTTP status as its code: Qwen Code asks again by it, as it would by a status."""
+        told = self.error(error)["error"]
+        return Event({"error": {**told, "code": told["code"] or (str(error.status) if error.status >= 500 else None)}})
 
     def models(self, names: Sequence[str]) -> JSONObject:
         return {"object": "list", "data": [self.model(name) for name in names]}

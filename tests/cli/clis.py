@@ -171,6 +171,42 @@ _CODEX_EXPECTS = {
     "skills": Expect(2),
 }
 
+_MINI_SWE_AGENT = Words(
+    shell=lambda command: Call("bash", {"command": command}),
+    done=Call("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}),
+)
+_QWEN_CODE = Words(
+    shell=lambda command: Call("run_shell_command", {"command": command, "is_background": False}),
+    read=lambda path: Call("read_file", {"file_path": path}),
+    edit=lambda path, old, new: Call("edit", {"file_path": path, "old_string": old, "new_string": new}),
+    agent=lambda prompt: Call(
+        "agent",
+        {
+            "description": "Mends a file",
+            "prompt": prompt,
+            "subagent_type": "general-purpose",
+            "run_in_background": False,
+        },
+    ),
+    mend=lambda path: Call("mcp__mender__mend", {"path": path}),
+)
+_OPENCODE = Words(
+    shell=lambda command: Call("bash", {"command": command}),
+    read=lambda path: Call("read", {"filePath": path}),
+    edit=lambda path, old, new: Call("edit", {"filePath": path, "oldString": old, "newString": new}),
+    agent=lambda prompt: Call("task", {"description": "Mends a file", "prompt": prompt, "subagent_type": "general"}),
+    mend=lambda path: Call("mender_mend", {"path": path}),
+)
+_GEMINI_CLI = Words(
+    shell=lambda command: Call("run_shell_command", {"command": command, "is_background": False}),
+    read=lambda path: Call("read_file", {"file_path": path}),
+    edit=lambda path, old, new: Call(
+        "replace", {"file_path": path, "instruction": "Mend it.", "old_string": old, "new_string": new}
+    ),
+    agent=lambda prompt: Call("invoke_agent", {"agent_name": "generalist", "prompt": prompt}),
+    mend=lambda path: Call("mcp_mender_mend", {"path": path}),
+)
+
 CLIS: tuple[CLI, ...] = (
     _pi("openai-completions", "Pi, OpenAI Chat", ignored=frozenset({"store"})),
     _pi(
@@ -199,4 +235,15 @@ CLIS: tuple[CLI, ...] = (
         ignored=_CACHE_CONTROL | {"context_management", "metadata", "output_config", "thinking"},
         tight_context=60_000,
     ),
+    CLI(
+        "mini-swe-agent",
+        "mini_swe_agent",
+        "mini_swe_agent",
+        "openai-completions",
+        _MINI_SWE_AGENT,
+        {"basic": Expect(2)},
+    ),
+    CLI("Qwen Code", "qwen_code", "qwen_code", "openai-completions", _QWEN_CODE, {"basic": Expect(2)}),
+    CLI("opencode, OpenAI Chat", "opencode", "opencode", "openai-completions", _OPENCODE, {"basic": Expect(2)}),
+    CLI("Gemini CLI", "gemini_cli", "gemini_cli", "google-generative-ai", _GEMINI_CLI, {"basic": Expect(2)}),
 )

@@ -67,7 +67,7 @@ class Ran:
 async def run(cli: CLI, scenario: Scenario, directory: Path) -> Ran:
     """Run `scenario` to its end. `directory` is an empty one."""
     renderer = renderer_of(TOKENIZER)
-    main, sub = scenario.main(cli.words), scenario.sub(cli.words)
+    main, sub = cli.words.ended(scenario.main(cli.words)), scenario.sub(cli.words)
     model = Model(main, sub, renderer.decode, is_summary=cli.is_summary, directory=directory)
     engine = ScriptedEngine(
         model,

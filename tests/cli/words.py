@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 MAIN = "[main task]"
@@ -63,6 +63,12 @@ class Words:
 
     mend: Callable[[str], Call] | None = None
     """From a path: the tool `mend` of the MCP server `mender`."""
+    done: Call | None = None
+    """What ends the task, where a reply without a call does not."""
+
+    def ended(self, turns: Sequence[Turn]) -> Sequence[Turn]:
+        """Turns of which the last one ends the task."""
+        return [*turns[:-1], replace(turns[-1], calls=(self.done,))] if self.done else turns
 
     def reads(self, path: str) -> Call:
         return self.read(path) if self.read else self.shell(f"cat {path}")

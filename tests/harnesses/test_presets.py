@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from polar_plugin import plugins
 from polar_plugin.errors import ConfigError
@@ -19,7 +20,17 @@ from ..runtimes.boxes import sandbox
 PRESETS = sorted(set(plugins.HARNESSES) - {"shell"})
 KEY = "session-key-1"
 every_preset = pytest.mark.parametrize("name", PRESETS)
-WITH_MCP = [name for name in PRESETS if name in ("claude_code", "codex")]
+WITHOUT_MCP = ("pi", "mini_swe_agent")
+WITH_MCP = sorted(set(PRESETS) - set(WITHOUT_MCP))
+PROGRAMS = {
+    "pi": "pi",
+    "claude_code": "claude",
+    "codex": "codex",
+    "gemini_cli": "gemini",
+    "qwen_code": "qwen",
+    "opencode": "opencode",
+}
+"""Those that read the prompt from their standard input."""
 
 
 def launched(name: str, instruction: str = "Fix it.", *, context_length: int = 40_000, **agent: Any) -> Launch:
@@ -47,7 +58,8 @@ def test_the_command_line_has_neither_the_key_nor_the_prompt_however_long(name: 
 def test_a_prompt_of_any_characters_arrives_as_it_is(name: str) -> None:
     prompt = "Größe $HOME `id` \"quoted\" 'too' 🙂\n\\n --flag\x7f"
     launch = launched(name, prompt)
-    assert prompt.encode() in launch.stdin or prompt.encode() in launch.files.values()
+    told = [content.decode() for content in (launch.stdin, *launch.files.values())]
+    assert prompt in told or prompt in [yaml.safe_load(text)["run"]["task"] for text in told if "task:" in text]
 
 
 @every_preset
@@ -101,7 +113,7 @@ def test_an_mcp_server_takes_what_a_task_says_of_it() -> None:
     assert (server.name, server.local, server.command, server.args) == ("a", True, "b", ["c"])
 
 
-@pytest.mark.parametrize("name", ["pi"])
+@pytest.mark.parametrize("name", WITHOUT_MCP)
 def test_mcp_servers_are_refused_where_the_program_has_no_mcp(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"agent\.mcp_servers: the {name} harness has no MCP"):
         launched(name, mcp_servers=({"name": "a", "command": "b"},))
@@ -119,14 +131,13 @@ def test_skills_are_copied_whole_and_a_directory_without_any_is_refused(tmp_path
     }
 
 
-@pytest.mark.parametrize("name", [name for name in ("pi", "claude_code", "codex") if name in PRESETS])
+@pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.anyio
 async def test_case_101_a_program_that_reads_its_input_to_the_end_ends(name: str, tmp_path: Path) -> None:
     """A stand-in of the program's name: it gets the whole prompt, then the end of its input, and no terminal."""
-    program = {"pi": "pi", "claude_code": "claude", "codex": "codex"}[name]
     bin_directory = tmp_path / "node_modules" / ".bin"
     bin_directory.mkdir(parents=True)
-    (bin_directory / program).write_text("#!/bin/sh\ntest -t 0 && exit 9\nwc -c\n")
+    (bin_directory / PROGRAMS[name]).write_text("#!/bin/sh\ntest -t 0 && exit 9\nwc -c\n")
     (bin_directory / "node").write_text("#!/bin/sh\necho v22.19.0\n")
     for path in bin_directory.iterdir():
         path.chmod(0o755)
