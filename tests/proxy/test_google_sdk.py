@@ -22,7 +22,11 @@ from polar_plugin.records import ChatRequest, FinishReason, Message, ToolCall
 from .google_stream import check_chunk
 from .scripted import Scripted, say, serving
 
-pytestmark = pytest.mark.anyio
+pytestmark = [
+    pytest.mark.anyio,
+    # the SDK derives its own client from one that aiohttp would not have derived from
+    pytest.mark.filterwarnings("ignore:Inheritance class AiohttpClientSession:DeprecationWarning"),
+]
 
 LIST = ToolCall("bash", '{"command": "ls"}', id="call_1")
 READ = ToolCall("read", '{"path": "a \\u00e9 \\ud83d\\ude00.py", "lines": [1, 2.5, null, true]}', id="call_2")
