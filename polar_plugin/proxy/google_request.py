@@ -237,7 +237,7 @@ class _Contents:
 
     def _call(self, part: JSONObject, path: str) -> ToolCall:
         path = f"{path}.functionCall"
-        raw = camel(fields.mapping(part, "functionCall", path))
+        raw = camel(fields.as_object(part["functionCall"], path))
         self.ignored |= unread(raw, _READ_OF_CALL, "contents.*.parts.*.functionCall.")
         name = fields.text(raw, "name", path)
         if not name:
@@ -257,7 +257,7 @@ class _Contents:
 
     def _result(self, part: JSONObject, path: str) -> Message:
         path = f"{path}.functionResponse"
-        raw = camel(fields.mapping(part, "functionResponse", path))
+        raw = camel(fields.as_object(part["functionResponse"], path))
         self.ignored |= unread(raw, _READ_OF_RESULT, "contents.*.parts.*.functionResponse.")
         call_id, name = fields.text(raw, "id", path), fields.text(raw, "name", path)
         if call := self._answered(call_id, name):
