@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections import defaultdict
@@ -89,7 +90,7 @@ def test_every_request_is_read_and_only_known_fields_are_dropped(exchanges: list
 def test_within_a_thread_every_request_goes_on_from_the_one_before_and_its_reply(exchanges: list[Wire]) -> None:
     for thread, asked in threads_of(exchanges).items():
         assert {request.role for _, request in asked} == {Role.SUB_AGENT if thread else Role.MAIN}
-        for (exchange, before), (_, after) in zip(asked, asked[1:], strict=False):
+        for (exchange, before), (_, after) in itertools.pairwise(asked):
             names = {offer.key[1:]: offer.tool.name for offer in offers_of(exchange["body"]).offers}
             reply = replied(exchange, names)
             said = [*before.messages, *([reply] if reply else [])]
