@@ -176,7 +176,11 @@ def _kept(message: Message) -> JSONObject:
 
 def _user(kept: JSONObject) -> Message:
     parts = cast("Sequence[str | list[str]]", kept["parts"])
-    return Message("user", str(kept["content"]), parts=tuple(p if isinstance(p, str) else Image(*p) for p in parts))
+    return Message("user", str(kept["content"]), parts=tuple(map(_part, parts)))
+
+
+def _part(kept: str | list[str]) -> str | Image:
+    return kept if isinstance(kept, str) else Image(*map(str, kept))
 
 
 # --- items of a reply -------------------------------------------------------------------------------------------------

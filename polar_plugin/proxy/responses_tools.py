@@ -195,7 +195,7 @@ def _name(raw: JSONObject, path: str) -> str:
 
 
 def _names(keys: Iterable[Key]) -> dict[Key, str]:
-    """A name of its own for each tool: of those that want the same one, plain functions keep it, others are numbered."""
+    """A name of its own for each tool: of those that want the same one, a plain function keeps it."""
     taken = {flat(key) for key in keys}
     names: dict[Key, str] = {}
     owned: set[str] = set()

@@ -95,7 +95,7 @@ async def test_keys_of_two_sessions_are_never_mixed_up() -> None:
         ("PUT", "/v1/chat/completions"),
         ("DELETE", "/v1/models/policy"),
         ("POST", "/v1/models"),
-        ("POST", "/v1/responses/compact"),
+        ("POST", "/v1/responses/resp_1/cancel"),
     ],
 )
 async def test_an_unknown_route_is_not_found_and_never_a_generation(method: str, path: str) -> None:
