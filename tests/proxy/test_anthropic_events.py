@@ -12,7 +12,7 @@ from anthropic.types import Message as AnthropicMessage
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from polar_plugin.engine.history import message_digest
+from polar_plugin.engine.meaning import message_digest
 from polar_plugin.errors import (
     BadRequest,
     ContextOverflow,

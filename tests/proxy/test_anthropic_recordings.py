@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from polar_plugin.engine.history import message_digest
+from polar_plugin.engine.meaning import message_digest
 from polar_plugin.proxy.anthropic_messages import AnthropicMessages
 from polar_plugin.proxy.codec import Incoming
 from polar_plugin.records import ChatRequest, Message

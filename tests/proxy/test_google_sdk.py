@@ -13,7 +13,7 @@ import pytest
 from google import genai
 from google.genai import errors, types
 
-from polar_plugin.engine.history import message_digest
+from polar_plugin.engine.meaning import message_digest
 from polar_plugin.errors import BadRequest, ContextOverflow, EngineBusy, EngineError
 from polar_plugin.proxy.server import Proxy, ProxyConfig
 from polar_plugin.proxy.session import Session

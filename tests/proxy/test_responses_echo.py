@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polar_plugin.engine.history import message_digest
+from polar_plugin.engine.meaning import message_digest
 from polar_plugin.records import Completion, FinishReason, Message, ToolCall
 
 from .responses_wire import (

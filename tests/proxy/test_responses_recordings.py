@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from polar_plugin.engine.history import message_digest
+from polar_plugin.engine.meaning import message_digest
 from polar_plugin.proxy.codec import Incoming
 from polar_plugin.proxy.openai_responses import OpenAIResponses
 from polar_plugin.proxy.responses_tools import offers_of
