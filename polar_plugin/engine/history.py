@@ -2,7 +2,7 @@
 
 Agent programs echo a turn in other words but the same meaning: arguments re-serialised, text trimmed, reasoning
 dropped, ids rewritten. Messages are therefore compared by a digest of what they mean (`meaning`), and found by a chain
-of digests (`tree`). Only what the latest requests did not tell in the same words is digested: a turn costs what it adds.
+of digests (`tree`). Only what the latest requests did not tell in the same words is digested: a turn costs its delta.
 Pure.
 """
 

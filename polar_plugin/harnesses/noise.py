@@ -159,7 +159,7 @@ def lasting(role: str, text: str) -> str:
 
 
 def stands_for(echoed: ToolCall, sampled: ToolCall) -> bool:
-    """Whether an echoed call of one of our ids is a program's way to tell of `sampled`, as it ran or could not run it."""
+    """Whether an echoed call of one of our ids tells of `sampled` in a program's own way, run or not."""
     return any(same(echoed, sampled) for same in _SAME_CALL)
 
 

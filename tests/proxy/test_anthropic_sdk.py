@@ -233,7 +233,8 @@ async def test_case_77_pings_keep_a_stream_that_waits_for_its_first_token_and_on
         async with anyio.create_task_group() as group:
             group.start_soon(accumulate)
             await engine.started.wait()
-            raw = await client.messages.with_raw_response.create(**HELLO, stream=True)
+            other = HELLO | {"messages": [{"role": "user", "content": "hello"}]}  # the same would be joined
+            raw = await client.messages.with_raw_response.create(**other, stream=True)
             reader = StreamReader()
             async for piece in raw.http_response.aiter_raw():
                 reader.feed(piece)

@@ -384,8 +384,8 @@ SCHEMAS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"$ref": "#/$defs/a", "$defs": {"a": {"type": "string"}}},
     ),
     "properties named like keywords": (
-        {"type": "OBJECT", "properties": dict.fromkeys(KEYWORDS, {"type": "STRING"})},
-        {"type": "object", "properties": dict.fromkeys(KEYWORDS, {"type": "string"})},
+        {"type": "OBJECT", "properties": {name: {"type": "STRING"} for name in KEYWORDS}},
+        {"type": "object", "properties": {name: {"type": "string"} for name in KEYWORDS}},
     ),
     "values that look like schemas": (
         {"type": "OBJECT", "default": {"type": "STRING"}, "enum": [{"type": "STRING", "nullable": True}, "OBJECT"]},
@@ -499,7 +499,8 @@ def test_what_has_no_meaning_here_is_dropped_and_named_once() -> None:
         model="models/policy",
         generationConfig={
             "responseMimeType": "application/json", "responseJsonSchema": {"type": "OBJECT"},
-            "response_schema": {"a": 1}, "presencePenalty": 0.5, "thinkingConfig": {"includeThoughts": True, "thinkingBudget": -1},
+            "response_schema": {"a": 1}, "presencePenalty": 0.5,
+            "thinkingConfig": {"includeThoughts": True, "thinkingBudget": -1},
         },
         contents=[HI | {"weight": 1}, model(call(willContinue=True)), user(result("x", scheduling="SILENT"))],
     )  # fmt: skip

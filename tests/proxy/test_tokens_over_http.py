@@ -1,4 +1,4 @@
-"""Harness on one side, tokens on the other: what retries, hang-ups, cuts and images do to prompts, ledgers and engines."""
+"""Harness on one side, tokens on the other: what retries, hang-ups, cuts and images do."""
 
 from __future__ import annotations
 
@@ -56,9 +56,12 @@ async def talking(
     renderer: Any, engine: Engine, config: ProxyConfig | None = None, **policy: Any
 ) -> AsyncGenerator[tuple[Proxy, Session, aiohttp.ClientSession]]:
     conversation = Conversation(Policy(engine, renderer, SamplingParams(max_tokens=500), 8192, **policy), "s1")
-    async with Proxy(config).serving() as proxy, proxy.session("s1", conversation) as session:
-        async with aiohttp.ClientSession(proxy.url, headers={"x-api-key": session.key}) as http:
-            yield proxy, session, http
+    async with (
+        Proxy(config).serving() as proxy,
+        proxy.session("s1", conversation) as session,
+        aiohttp.ClientSession(proxy.url, headers={"x-api-key": session.key}) as http,
+    ):
+        yield proxy, session, http
 
 
 async def reply(http: aiohttp.ClientSession, body: dict[str, Any], **headers: str) -> dict[str, Any]:

@@ -167,15 +167,18 @@ async def replay(name: str, renderer: Renderer, tokenizer: Any) -> Replayed:
     numbers = itertools.count(1)
     conversation = Conversation(policy, "s", clock=lambda: 0.0, new_id=lambda: f"{next(numbers):032x}")
     statuses: list[int] = []
-    async with Proxy().serving() as proxy, aiohttp.ClientSession() as http:
-        async with proxy.session("s", conversation) as session:
-            for recorded in current:
-                remembering.recorded = recorded
-                url, headers = f"{proxy.url}/s/{session.key}{recorded.path}", _headers(recorded)
-                async with http.request(recorded.method, url, headers=headers, json=recorded.body) as response:
-                    await response.read()
-                    statuses.append(response.status)
-            ledger = session.seal()
+    async with (
+        Proxy().serving() as proxy,
+        aiohttp.ClientSession() as http,
+        proxy.session("s", conversation) as session,
+    ):
+        for recorded in current:
+            remembering.recorded = recorded
+            url, headers = f"{proxy.url}/s/{session.key}{recorded.path}", _headers(recorded)
+            async with http.request(recorded.method, url, headers=headers, json=recorded.body) as response:
+                await response.read()
+                statuses.append(response.status)
+        ledger = session.seal()
     return Replayed(ledger, [one for one in exchanges if one.reply is not None], statuses)
 
 
