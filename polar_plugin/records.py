@@ -471,3 +471,23 @@ class Trajectory:
     def reward(self) -> float | None:
         """The session's outcome reward; None where it was not graded."""
         return None if self.evaluation is None else self.evaluation.outcome_reward
+
+    @property
+    def delivered_fraction(self) -> float | None:
+        """Of all sampled tokens, those of answers that the harness got whole or went on from; None: none was sampled.
+
+        `counts["delivered_tokens"] / counts["sampled_tokens"]`.
+        """
+        return self._fraction("delivered_tokens")
+
+    @property
+    def trained_fraction(self) -> float | None:
+        """Of all sampled tokens, those that `traces` train; None: none was sampled.
+
+        `counts["trained_tokens"] / counts["sampled_tokens"]`; the rest is under `counts["untrained_<reason>"]`.
+        """
+        return self._fraction("trained_tokens")
+
+    def _fraction(self, name: str) -> float | None:
+        sampled = self.counts.get("sampled_tokens", 0)
+        return self.counts.get(name, 0) / sampled if sampled else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Protocol
 
 from ..records import CompletionSession, Trace
@@ -12,9 +12,15 @@ from .untrained import Policy, untrained
 
 
 class Builder(Protocol):
-    """Built with `**BuilderSpec.config`. Pure, and linear in tokens."""
+    """Built with `**BuilderSpec.config`. Pure, and linear in tokens.
 
-    def build(self, session: CompletionSession) -> tuple[Trace, ...]: ...
+    Its attribute `policy` (`untrained.Policy`), where it has one, tells `check` and `counts` what it leaves out on
+    purpose; what nothing explains is an error where traces are verified, and is counted everywhere.
+    """
+
+    def build(self, session: CompletionSession) -> Sequence[Trace] | Awaitable[Sequence[Trace]]:
+        """May be `async`: the attempt awaits it, within the build's budget."""
+        ...
 
 
 class PrefixMerging:

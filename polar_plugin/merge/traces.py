@@ -143,6 +143,15 @@ def counts(session: CompletionSession, traces: Sequence[Trace], policy: Policy |
     return {**session.counts, **told}
 
 
+def unbuilt(session: CompletionSession | None, reason: str) -> dict[str, int]:
+    """The counts of a session of which no trace is made: every sampled token is `untrained_REASON`."""
+    completions = session.completions if session else ()
+    delivered = [len(c.generation.output_ids) for c in completions if session and session.delivered(c)]
+    sampled = sum(len(completion.generation.output_ids) for completion in completions)
+    told = {"completions": len(completions), "sampled_tokens": sampled, "delivered_tokens": sum(delivered)}
+    return {**(session.counts if session else {}), **told, f"untrained_{reason}": sampled}
+
+
 def trace_json(trace: Trace) -> JSONObject:
     """A trace in the JSON shape of arXiv 2605.24220, A.4; messages and tools as OpenAI Chat writes them."""
     return {
