@@ -13,13 +13,15 @@ import numpy as np
 
 from ..engine.meaning import Meaning
 from ..records import BreakReason, Completion, CompletionSession, Delivery, JSONObject, TokenIds, Trace
-from .chains import Parents, chains, parents_of
+from .chains import chains
 from .changes import Change, change, learned
 from .check import Decode
 from .nearest import Nearest, holder
+from .parents import Parents
+from .plan import Plan
 from .reasons import ASKED_AGAIN, BRANCH, REASONS, TOKENS_DIFFER, UNRECORDED
 from .traces import counts
-from .untrained import Policy, Untrained, untrained
+from .untrained import Policy
 
 AROUND = 24
 """Tokens shown on either side of a difference."""
@@ -87,6 +89,8 @@ class Call:
     output_tokens: int
     finish_reason: str
     delivery: str
+    trained_tokens: int
+    """Fewer than were sampled where a trace ends within the answer."""
     trace: int | None
     """Index of the trace that trains it."""
     untrained: str | None
@@ -126,17 +130,17 @@ def explain(
 
     Costs what the breaks have in common with what they break from, beside one pass over the session.
     """
-    parents = parents_of(session)
-    left_out = untrained(session, policy, parents)
+    plan = Plan.of(session, policy)
+    parents = plan.parents
     told = counts(session, traces, policy)
     trace_of = {name: index for index, trace in enumerate(traces) for name in trace.completion_ids}
-    found = chains(session, parents, left_out)
+    found = chains(session, parents, plan.left_out)
     heads = {chain[0].id for chain in found}
-    breaks = _Breaks(session, parents, trace_of, decode).of(heads)
+    breaks = _Breaks(session, plan, trace_of, decode).of(heads)
     depths = _depths(session, parents, heads)
     numbers = {completion.id: number for number, completion in enumerate(session.completions, 1)}
     calls = tuple(
-        _call(one, numbers[one.id], depths[one.id], parents, session, trace_of, left_out, breaks.get(one.id))
+        _call(one, numbers[one.id], depths[one.id], plan, session, trace_of, breaks.get(one.id))
         for one in _in_tree_order(session, parents, heads)
     )
     sampled = told["sampled_tokens"]
@@ -160,14 +164,13 @@ def _call(
     completion: Completion,
     number: int,
     depth: int,
-    parents: Parents,
+    plan: Plan,
     session: CompletionSession,
     trace_of: Mapping[str, int],
-    left_out: Mapping[str, Untrained],
     start: Break | None,
 ) -> Call:
-    parent, request, trace = parents[completion.id], completion.request, trace_of.get(completion.id)
-    why = left_out.get(completion.id, "unexplained") if len(completion.generation.output_ids) else "empty"
+    parent, request, trace = plan.parents[completion.id], completion.request, trace_of.get(completion.id)
+    why = plan.left_out.get(completion.id, "unexplained") if len(completion.generation.output_ids) else "empty"
     return Call(
         number=number,
         id=completion.id,
@@ -181,6 +184,7 @@ def _call(
         output_tokens=len(completion.generation.output_ids),
         finish_reason=completion.generation.finish_reason.value,
         delivery=session.delivery.get(completion.id, Delivery.DELIVERED).value,
+        trained_tokens=0 if trace is None else plan.policy.trained_output(completion),
         trace=trace,
         untrained=None if trace is not None else str(why),
         start=start,
@@ -219,10 +223,11 @@ class _Breaks:
     """Explains the calls of one session that start a trace."""
 
     def __init__(
-        self, session: CompletionSession, parents: Parents, trained: Mapping[str, int], decode: Decode | None
+        self, session: CompletionSession, plan: Plan, trained: Mapping[str, int], decode: Decode | None
     ) -> None:
         self._session = session
-        self._parents = parents
+        self._parents = plan.parents
+        self._told = plan.breaks
         self._trained = trained
         self._decode = decode
         self._meaning: Meaning | None = None
@@ -257,7 +262,9 @@ class _Breaks:
         answered = (one for one in (tip, *self._before(tip)) if len(one.prompt_ids) == len(completion.prompt_ids))
         if common == len(completion.prompt_ids) and any(answered):
             return ASKED_AGAIN
-        return BRANCH if self._parents[completion.id] else _told(completion)
+        if self._parents[completion.id]:
+            return BRANCH
+        return self._told.get(completion.id) or (TOKENS_DIFFER if completion.parent else UNRECORDED)
 
     def _differs(self, completion: Completion, tip: Completion, common: int) -> tuple[Completion, Change]:
         """What it nearly extends of the conversation that ends with `tip`, and what was changed."""
@@ -294,12 +301,6 @@ def _slice(completion: Completion, start: int, stop: int) -> TokenIds:
     size = len(completion.prompt_ids)
     output = completion.generation.output_ids[max(0, start - size) : max(0, stop - size)]
     return np.concatenate((completion.prompt_ids[start:stop], output))
-
-
-def _told(completion: Completion) -> str:
-    if completion.break_reason:
-        return completion.break_reason.value
-    return TOKENS_DIFFER if completion.parent else UNRECORDED
 
 
 def _reasoned(reason: str) -> Break:

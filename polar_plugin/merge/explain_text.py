@@ -38,7 +38,8 @@ def left_out(explanation: Explanation) -> str:
 def call_words(call: Call) -> str:
     """What a call was, and what became of it, in one line without its number."""
     thread = f" [{call.thread}]" if call.thread else ""
-    became = f"trained in trace {call.trace}" if call.trace is not None else f"not trained: {call.untrained}"
+    part = f", its first {call.trained_tokens:,} tokens" if call.trained_tokens < call.output_tokens else ""
+    became = f"trained in trace {call.trace}{part}" if call.trace is not None else f"not trained: {call.untrained}"
     return (
         f"{call.role}{thread}: prompt {call.prompt_tokens:,} (+{call.new_tokens:,}), sampled {call.output_tokens:,}, "
         f"{call.finish_reason}, {call.delivery}, {became}"

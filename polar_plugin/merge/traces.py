@@ -87,7 +87,7 @@ def version_spans(trained: Sequence[Completion], start: int, length: int) -> tup
     for completion in trained:
         told = completion.generation.versions or (VersionSpan("", completion.generation.output_ids.size),)
         gap = completion.prompt_ids.size - position
-        for span in ((VersionSpan("", gap), *told) if gap else told):
+        for span in (VersionSpan("", gap), *told) if gap else told:
             if span.version != version:
                 if position > begin:
                     spans.append(VersionSpan(version, position - begin))
