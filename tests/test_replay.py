@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
+import shlex
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,13 @@ from typer.testing import CliRunner, Result
 from polar_plugin.cli import app
 from polar_plugin.engine.render import load_renderer
 from polar_plugin.merge.builders import PrefixMerging
+from polar_plugin.merge.changes import Change
+from polar_plugin.merge.expect import Expectation
+from polar_plugin.merge.explain import Break, Call, Difference, Explanation
+from polar_plugin.merge.reasons import REASONS
+from polar_plugin.merge.untrained import Untrained
 from polar_plugin.recording import Header, load, record
+from polar_plugin.records import Role
 from polar_plugin.testing import (
     assert_breaks,
     assert_expected,
@@ -240,3 +249,39 @@ def test_a_written_expectation_file_is_what_the_page_says(sessions: Path, tmp_pa
     assert set(written["sessions"]["again"]) == {
         "traces", "trained_tokens", "min_delivered_fraction", "min_trained_fraction", "breaks", "untrained", "masks",
     }  # fmt: skip
+
+
+# --- docs/traces.md --------------------------------------------------------------------------------------------------
+
+PAGE = (Path(__file__).parents[1] / "docs" / "traces.md").read_text()
+
+
+@pytest.fixture
+def beside_sessions(sessions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sessions").symlink_to(sessions)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("beside_sessions")
+def test_the_commands_of_the_page_run_in_their_order() -> None:
+    commands = re.findall(r"^polar-plugin (.+?)(?: > \S+)?$", PAGE, re.M)
+    assert len(commands) >= 8
+    for command in commands:
+        told(*shlex.split(command))
+
+
+@pytest.mark.usefixtures("beside_sessions")
+def test_the_tests_of_the_page_pass() -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    names: dict[str, Any] = {"__name__": "page"}
+    exec(compile(block, "page", "exec"), names)
+    tests = [value for name, value in names.items() if name.startswith("test_")]
+    assert len(tests) == 3
+    for test in tests:
+        test()
+
+
+def test_the_page_names_every_reason_role_and_key() -> None:
+    keys = {one.name for record in (Break, Call, Change, Difference, Explanation) for one in fields(record)}
+    for name in (*REASONS, *Untrained, *Role, *keys, *(one.name for one in fields(Expectation))):
+        assert f"`{name}`" in PAGE, name
