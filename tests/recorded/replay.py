@@ -173,7 +173,7 @@ async def replay(name: str, renderer: Renderer, tokenizer: Any) -> Replayed:
     statuses: list[int] = []
     async with (
         Proxy().serving() as proxy,
-        aiohttp.ClientSession() as http,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as http,  # broken streams end it
         proxy.session("s", conversation) as session,
     ):
         for recorded in current:
