@@ -52,6 +52,7 @@ from .parts import Budgets, Observer, OpenSession, Parts, Sessions, Stages
 from .prepare import prepare
 from .stage import Stage, closing, failure_of
 from .verdict import Ended, Stopped, infrastructure, verdict
+from .versions import doubts
 from .watch import Watchdog
 
 __all__ = ["Budgets", "OpenSession", "Parts", "Script", "Sessions", "Stages", "rewarded", "run_attempt"]
@@ -178,6 +179,7 @@ class Script:
         launch = self._parts.harness.launch(self._parts.launch_context(runtime, session.key))
         for path, content in launch.files.items():
             await runtime.upload(content, path)
+        self._so_far.counts.update(await doubts(runtime, launch))
         return launch
 
     async def _within_budget(self, runtime: Runtime, launch: Launch, watchdog: Watchdog) -> ExecResult | Failure:
