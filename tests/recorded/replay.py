@@ -120,6 +120,10 @@ class Remembering:
     def stop_ids(self) -> tuple[int, ...]:
         return self._renderer.stop_ids
 
+    @property
+    def multimodal(self) -> bool:
+        return self._renderer.multimodal
+
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> TokenIds:
         return self._renderer.render(messages, tools)
 
