@@ -53,6 +53,7 @@ class GeminiCLI:
             files=files,
             env={**_environment(context), **context.agent.env},
             stdin=plain_prompt(context.instruction),
+            finished=r'^  "session_id": "',  # it prints nothing before its result
         )
 
 

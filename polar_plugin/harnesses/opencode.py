@@ -56,6 +56,7 @@ class OpenCode:
             files=files,
             env={**_environment(context), **context.agent.env},
             stdin=context.instruction.encode(errors="surrogateescape"),
+            finished=r'^\{"type":"step_finish".*"reason":"(stop|length)"',
         )
 
 

@@ -56,6 +56,7 @@ class Pi:
             | skill_files(context.agent, f"{home}/skills"),
             env={_KEY: context.session_key, "PI_OFFLINE": "1", **context.agent.env},
             stdin=context.instruction.encode(errors="surrogateescape"),
+            finished=r'^\{"type":"agent_(end|settled)"',
         )
 
 
