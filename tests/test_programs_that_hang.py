@@ -69,8 +69,8 @@ async def test_case_111_opencode_that_does_not_exit_after_a_fatal_error_is_ended
     tiny: Path, tmp_path: Path
 ) -> None:
     script = """\
-KEY=$(sed -n 's/.*"apiKey": *"\\([^"]*\\)".*/\\1/p' <<< "$OPENCODE_CONFIG_CONTENT")
-url=$(sed -n 's/.*"baseURL": *"\\([^"]*\\)\\/v1".*/\\1/p' <<< "$OPENCODE_CONFIG_CONTENT")
+KEY=$POLAR_SESSION_KEY
+url=$(sed -n 's/.*"baseURL": *"\\([^"]*\\)\\/v1".*/\\1/p' "$XDG_CONFIG_HOME/opencode/opencode.json")
 echo mended > result
 ask "$url" /v1/chat/completions hi
 ask "$url" /v1/chat/completions "$(head -c 20000 /dev/zero | tr '\\0' x)"
