@@ -54,6 +54,7 @@ class GeminiCLI:
             env={**_environment(context), **context.agent.env},
             stdin=plain_prompt(context.instruction),
             versions=npm_versions("gemini", "@google/gemini-cli", self.tested, settings.get("root")),
+            finished=r'^  "session_id": "',  # it prints nothing before its result
         )
 
 

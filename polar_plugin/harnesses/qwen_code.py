@@ -46,6 +46,7 @@ class QwenCode:
             env={**_environment(context), **context.agent.env},
             stdin=plain_prompt(context.instruction),
             versions=npm_versions("qwen", "@qwen-code/qwen-code", self.tested, settings.get("root")),
+            finished=r'^\[\{"type":"',  # it prints all of it at its end
         )
 
 
