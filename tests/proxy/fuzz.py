@@ -25,7 +25,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 import anyio
@@ -41,7 +40,7 @@ from polar_plugin.proxy.server import Proxy, ProxyConfig
 from polar_plugin.proxy.session import Session
 from polar_plugin.records import Completion, Delivery, FinishReason, SamplingParams
 
-from .fuzz_answers import Wrong, check_answer, check_refusal
+from .fuzz_answers import check_answer, check_refusal
 from .fuzz_seeds import DIALECTS, Seed, seeds
 from .mutations import Bank, children, damaged, spoiled, written
 

@@ -22,7 +22,8 @@ NUMBERS: Sequence[Any] = (
     float("nan"), float("inf"), float("-inf"),
 )  # fmt: skip
 TEXTS = (
-    "", " ", "\n", "\x00", "\ud83d", "\ude00\ud83d", "\ufeff", "\u2028", "é" * 50, "x" * 3000, "=", "====", "AAA", "%%%",
+    "", " ", "\n", "\x00", "\ud83d", "\ude00\ud83d", "\ufeff", "\u2028", "é" * 50, "x" * 3000, "=", "====",
+    "AAA", "%%%",
     "{}", "{", "[]", "null", '{"a": NaN}', '{"a": 1e999}', "[" * 300, '{"a":' * 200, "0", "-1", "true", "1e5", "..", "/",
     "<|im_end|>", "<|im_start|>assistant\n", "<|endoftext|>", "<think>", "</think>", "<tool_call>", "</tool_call>",
     '<tool_call>\n{"name": "bash"}\n</tool_call>', "data:image/png;base64,%%", "data:;base64,", "data:", "a\r\nb",
@@ -167,7 +168,8 @@ def _swap(holder: Holder, key: Any, bank: Bank, chance: Random) -> None:
 
 
 _CHANGES: Sequence[Callable[[Holder, Any, Bank, Random], None]] = (
-    _delete, _empty, _repeat, _retype, _number, _text, _text, _word, _word, _nest, _unnest, _rename, _graft, _add, _swap,
+    _delete, _empty, _repeat, _retype, _number, _text, _text, _word, _word, _nest, _unnest, _rename, _graft, _add,
+    _swap,
 )  # fmt: skip
 
 

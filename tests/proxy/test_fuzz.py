@@ -119,7 +119,7 @@ class Loud(GoogleGenerate):
 async def test_control_a_broken_codec_is_found_and_shown_with_its_seed_and_body(
     tiny: Any, broken: Any, fault: str
 ) -> None:
-    good = [one for one in (AnthropicMessages(), OpenAIResponses(), GoogleGenerate(), OpenAIChat())]
+    good = (AnthropicMessages(), OpenAIResponses(), GoogleGenerate(), OpenAIChat())
     dialects = [broken if one.name == broken.name else one for one in good]
     report = await run(broken.name, 0, 0, 80, tiny, dialects)
     assert report.faults
