@@ -159,6 +159,8 @@ def _common(trajectory: Trajectory, slot: Any, rollout_id: int, reward: Any, exc
             "builder": attempt.task.builder.strategy,
             "status": trajectory.status.value,
             "excluded": excluded,
+            "delivered_fraction": trajectory.delivered_fraction,
+            "trained_fraction": trajectory.trained_fraction,
         },
     }
     return sample

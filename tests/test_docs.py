@@ -13,6 +13,14 @@ from typer.testing import CliRunner
 
 from polar_plugin.cli import app
 from polar_plugin.config import load_config, load_task
+from polar_plugin.errors import ConfigError
+from polar_plugin.harnesses.base import LaunchContext
+from polar_plugin.plugins import HARNESSES, resolve
+from polar_plugin.proxy.anthropic_messages import AnthropicMessages
+from polar_plugin.proxy.google_generate import GoogleGenerate
+from polar_plugin.proxy.openai_chat import OpenAIChat
+from polar_plugin.proxy.openai_responses import OpenAIResponses
+from polar_plugin.records import AgentSpec
 from polar_plugin.slime_args import SlimeArgs, preflight, rollout_config
 
 ROOT = Path(__file__).parents[1]
@@ -58,6 +66,41 @@ def test_the_three_flags_for_slime_name_what_exists_and_pass_the_preflight() -> 
     config = rollout_config(args)
     preflight(args, config)
     assert config.engine.url == "http://127.0.0.1:3000"
+
+
+def rows(page: str, heading: str) -> list[list[str]]:
+    """The cells of the table whose first heading is `heading`."""
+    text = (ROOT / "docs" / page).read_text()
+    table = re.search(rf"^\| {re.escape(heading)} \|(.+\n)+", text, re.M)
+    assert table, heading
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[0].splitlines()[2:]]
+
+
+def test_the_page_of_agent_programs_has_every_preset_and_the_version_that_was_tested() -> None:
+    told = {cells[0].strip("`"): cells[3] for cells in rows("agents.md", "`harness`")}
+    presets = {name: resolve(name, HARNESSES, "harness") for name in HARNESSES}
+    assert told == {name: getattr(preset, "tested", ("", ""))[1] for name, preset in presets.items()}
+
+
+def test_the_page_of_agent_programs_tells_every_setting_of_a_preset() -> None:
+    told = {cells[0].strip("`"): set(re.findall(r"`(\w+)`:", cells[1])) for cells in rows("agents.md", "`settings` of")}
+    for name in HARNESSES.keys() - {"shell"}:
+        context = LaunchContext(AgentSpec(settings={"no such": 1}), "", "", "", 8192, 1024, "/", "/")
+        with pytest.raises(ConfigError, match=r"knows .*, not") as caught:
+            resolve(name, HARNESSES, "harness")().launch(context)
+        known = set(re.findall(r"knows (.*), not", str(caught.value))[0].split(", "))
+        assert known == told.get(name, set()) | {"root", "args"}, name
+
+
+def test_the_page_of_model_apis_has_every_route() -> None:
+    told = {cells[0]: set(re.findall(r"`(\w+) (/[^`]*)`", cells[1])) for cells in rows("model-apis.md", "API")}
+    for name, dialect in {
+        "Anthropic Messages": AnthropicMessages(), "OpenAI Chat": OpenAIChat(),
+        "OpenAI Responses": OpenAIResponses(), "Google generateContent": GoogleGenerate(),
+    }.items():  # fmt: skip
+        exact = {(route.method, re.sub(r"\{model:.+?\}", "{model}", route.path)) for route in dialect.routes}
+        elsewhere = re.compile(r"/(v1|v1alpha|v1beta1)/|/v1beta/\{model\}:")  # told in a sentence below the table
+        assert told[name] == {route for route in exact if name[:6] != "Google" or not elsewhere.match(route[1])}
 
 
 def test_every_make_target_that_the_readme_names_exists() -> None:

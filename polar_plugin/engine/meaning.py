@@ -159,8 +159,9 @@ def _results_digest(messages: Sequence[Message], start: int, stop: int) -> Diges
 
 def _slots(messages: Sequence[Message], start: int) -> dict[str, int]:
     """The position of each call of the turn before `start`, by its id; nothing where ids do not tell calls apart."""
-    before = next((messages[at] for at in range(start - 1, -1, -1) if messages[at].tool_calls), None)
-    calls = before.tool_calls if before else ()
+    stop = next((at for at in range(start, 0, -1) if messages[at - 1].tool_calls), 0)
+    begin = next((at for at in range(stop, 0, -1) if messages[at - 1].role != "assistant"), 0)
+    calls = [call for message in messages[begin:stop] for call in message.tool_calls]
     slots = {call.id: position for position, call in enumerate(calls) if call.id}
     return slots if len(slots) == len(calls) else {}
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from ..errors import ConfigError
 from .base import Launch, LaunchContext
 from .mcp import MCPServer, mcp_servers
-from .preset import settings_of, skill_files, start
+from .preset import npm_versions, settings_of, skill_files, start
 
 _SETTINGS: Mapping[str, type] = {"api": str, "args": list, "reasoning": bool, "root": str}
 _PACKAGES = {
@@ -56,6 +56,7 @@ class OpenCode:
             files=files,
             env={**_environment(context), **context.agent.env},
             stdin=context.instruction.encode(errors="surrogateescape"),
+            versions=npm_versions("opencode", "opencode-ai", self.tested, settings.get("root")),
         )
 
 

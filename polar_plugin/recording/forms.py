@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ..engine.buffer import TokenBuffer
 from ..errors import RecordingError
-from ..merge.chains import extends
+from ..merge.parents import extends
 from ..merge.traces import message_json, tool_json
 from ..records import (
     BreakReason,

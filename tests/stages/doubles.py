@@ -84,6 +84,8 @@ class World:
     anywhere: Step = nothing
     """What happens where `steps` has nothing."""
     result: ExecResult = OK
+    prints: bytes = b""
+    """What the agent program has printed before anything else happens to it."""
     opened: list[int] = field(default_factory=list[int])
     closed: list[int] = field(default_factory=list[int])
     seen: list[str] = field(default_factory=list[str])
@@ -151,6 +153,7 @@ class MemoryRuntime:
                 await watch.over()
                 group.cancel_scope.cancel()
 
+            watch.saw(1, self.world.prints)
             group.start_soon(over)
             await self.world.at(f"{self.purpose}.exec")
             group.cancel_scope.cancel()
