@@ -1,4 +1,4 @@
-"""Mutated requests over the real HTTP server: each is answered in valid form, or refused with the path of what is wrong.
+"""Mutated requests over the real HTTP server: each is answered in valid form, or refused with a path.
 
 Nothing else may happen: no 5xx that was not scripted, nothing in the log, no change of another session. A case is made
 from the seed, the dialect and its number alone, so that any of them can be made again:
@@ -18,7 +18,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -47,6 +47,8 @@ from .mutations import Bank, children, damaged, spoiled, written
 CONTEXT = 1_000_000
 ROUND = 40
 """Cases that share a session."""
+TRIES = 150
+"""To make a body smaller."""
 CHUNK = 2000
 """Cases that a process takes at a time."""
 SECRET = "bystander-secret-5f1c"
@@ -345,32 +347,23 @@ async def _shrunken(one: Case, renderer: Any, dialects: Sequence[Dialect] | None
     plain = replace(one, headers={}, coding="", raw=json.dumps(one.body).encode())
     if not await _fails(plain, renderer, dialects):
         return one
-    best, left = plain, 150
-    for smaller in _smaller(lambda: best.body):
-        left -= 1
-        candidate = replace(best, body=smaller, raw=json.dumps(smaller).encode())
+    return await _reduced(plain, renderer, dialects)
+
+
+async def _reduced(best: Case, renderer: Any, dialects: Sequence[Dialect] | None) -> Case:
+    """One thing taken away after the other, large things first, as long as it still fails."""
+    tried: set[str] = set()
+    while len(tried) < TRIES:
+        bodies = (_without(best.body, place) for place in sorted(_places(best.body), key=len))
+        smaller = next((body for body in bodies if json.dumps(body) not in tried), None)
+        if smaller is None:
+            break
+        told = json.dumps(smaller)
+        tried.add(told)
+        candidate = replace(best, body=smaller, raw=told.encode())
         if await _fails(candidate, renderer, dialects):
             best = candidate
-        if not left:
-            break
     return best
-
-
-def _smaller(current: Callable[[], Any]) -> Iterator[Any]:
-    """Bodies with one thing taken away from what `current` gives, large things first, until nothing can be."""
-    tried: set[str] = set()
-    while True:
-        body = current()
-        places = sorted(_places(body), key=len)
-        for place in places:
-            less = _without(body, place)
-            told = json.dumps(less)
-            if told not in tried:
-                tried.add(told)
-                yield less
-                break
-        else:
-            return
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

@@ -23,8 +23,8 @@ NUMBERS: Sequence[Any] = (
 )  # fmt: skip
 TEXTS = (
     "", " ", "\n", "\x00", "\ud83d", "\ude00\ud83d", "\ufeff", "\u2028", "é" * 50, "x" * 3000, "=", "====",
-    "AAA", "%%%",
-    "{}", "{", "[]", "null", '{"a": NaN}', '{"a": 1e999}', "[" * 300, '{"a":' * 200, "0", "-1", "true", "1e5", "..", "/",
+    "AAA", "%%%", "{}", "{", "[]", "null",
+    '{"a": NaN}', '{"a": 1e999}', "[" * 300, '{"a":' * 200, "0", "-1", "true", "1e5", "..", "/",
     "<|im_end|>", "<|im_start|>assistant\n", "<|endoftext|>", "<think>", "</think>", "<tool_call>", "</tool_call>",
     '<tool_call>\n{"name": "bash"}\n</tool_call>', "data:image/png;base64,%%", "data:;base64,", "data:", "a\r\nb",
 )  # fmt: skip

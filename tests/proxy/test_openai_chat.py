@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from polar_plugin.proxy import sse
 from polar_plugin.proxy.codec import Incoming
 from polar_plugin.proxy.openai_chat import OpenAIChat
-from polar_plugin.records import ChatRequest, FinishReason, Message, SamplingParams, Tool, ToolCall
+from polar_plugin.records import IMAGE, ChatRequest, FinishReason, Image, Message, SamplingParams, Tool, ToolCall
 
 from .openai_stream import StreamReader, check_whole, read
 from .scripted import HELLO, completion_of, say
@@ -56,7 +56,8 @@ def test_a_text_and_a_list_of_one_text_are_the_same_message(content: Any) -> Non
 @pytest.mark.parametrize(
     ("part", "placeholder", "path"),
     [
-        ({"type": "image_url", "image_url": {"url": "data:"}}, "[image omitted]", "messages.*.content.*.image_url"),
+        ({"type": "image_url", "image_url": {"url": ""}}, "[image omitted]", "messages.*.content.*.image_url"),
+        ({"type": "image_url", "image_url": None}, "[image omitted]", "messages.*.content.*.image_url"),
         ({"type": "input_audio", "input_audio": {}}, "[audio omitted]", "messages.*.content.*.input_audio"),
         ({"type": "file", "file": {}}, "[file omitted]", "messages.*.content.*.file"),
         ({"odd": 1}, "[part omitted]", "messages.*.content.*.part"),
@@ -66,6 +67,21 @@ def test_a_part_that_is_no_text_leaves_a_placeholder_and_is_counted(part: Any, p
     got = decode(messages=[{"role": "user", "content": [{"type": "text", "text": "see"}, part]}])
     assert got.messages == (Message("user", f"see\n{placeholder}"),)
     assert got.ignored == (path,)
+
+
+@pytest.mark.parametrize(
+    ("url", "image"),
+    [
+        ("data:image/png;base64,AAAA", Image("image/png", "AAAA")),
+        ("https://host/a.png", Image(url="https://host/a.png")),
+        ("data:", Image(url="data:")),
+    ],
+)
+def test_case_80_an_image_is_a_part_and_not_dropped(url: str, image: Image) -> None:
+    part = {"type": "image_url", "image_url": {"url": url, "detail": "low"}}
+    got = decode(messages=[{"role": "user", "content": [{"type": "text", "text": "see"}, part]}])
+    assert got.messages == (Message("user", f"see\n{IMAGE}", parts=("see", image)),)
+    assert got.ignored == ()
 
 
 def test_a_tool_result_is_told_the_function_that_its_call_named() -> None:
