@@ -106,7 +106,7 @@ async def serve_ours(args: argparse.Namespace) -> None:
     policy = Policy(engine, renderer, SamplingParams(max_tokens=1000), CONTEXT)
     async with Proxy().serving() as proxy, anyio.create_task_group() as group:
         sessions = [
-            proxy._table.open(f"s{number}", Conversation(policy, f"s{number}"))  # noqa: SLF001
+            proxy._table.open(f"s{number}", Conversation(policy, f"s{number}"))
             for number in range(KEYS if args.slow else 100)
         ]
 
@@ -133,7 +133,10 @@ async def serve_echo(args: argparse.Namespace) -> None:
 
 async def serve_slime(args: argparse.Namespace) -> None:
     sys.path.insert(0, str(args.slime))
-    transformers, common = importlib.import_module("transformers"), importlib.import_module("slime.agent.adapters.common")
+    transformers, common = (
+        importlib.import_module("transformers"),
+        importlib.import_module("slime.agent.adapters.common"),
+    )
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(args.tokenizer))
     ids = tokenizer.encode(REPLY)
 
@@ -189,7 +192,8 @@ class Server:
     keys: list[str]
 
     def ask(self, what: str) -> float:
-        assert self.process.stdin and self.process.stdout
+        assert self.process.stdin
+        assert self.process.stdout
         self.process.stdin.write(f"{what}\n")
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
@@ -199,7 +203,7 @@ class Server:
 async def server(kind: str, args: argparse.Namespace, *, slow: bool = False) -> AsyncGenerator[Server]:
     argv = [sys.executable, __file__, "--serve", kind, "--tokenizer", str(args.tokenizer), "--core", str(CORES[0])]
     argv += ["--slime", str(args.slime)] if args.slime else []
-    process = subprocess.Popen(
+    process = subprocess.Popen(  # noqa: ASYNC220
         [*argv, *(["--slow"] if slow else [])], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
@@ -224,7 +228,11 @@ class Talk:
 
     @property
     def path(self) -> str:
-        return "/v1beta/models/m:streamGenerateContent?alt=sse" if self.api == "google_generate" else SPEAKERS[self.api].path
+        return (
+            "/v1beta/models/m:streamGenerateContent?alt=sse"
+            if self.api == "google_generate"
+            else SPEAKERS[self.api].path
+        )
 
     def ask(self) -> bytes:
         """The body of the next turn."""
@@ -338,7 +346,19 @@ async def measure(args: argparse.Namespace) -> None:
     console = Console(width=150)
     if args.lengths:
         table = Table(title="One streamed turn, medians")
-        for name in ("", "tokens", "body, kB", "wall, ms", "echo", "ratio", "CPU, ms", "echo", "ratio", "re-render, CPU", ""):
+        for name in (
+            "",
+            "tokens",
+            "body, kB",
+            "wall, ms",
+            "echo",
+            "ratio",
+            "CPU, ms",
+            "echo",
+            "ratio",
+            "re-render, CPU",
+            "",
+        ):
             table.add_column(name, justify="right")
         for api in SPEAKERS:
             await one_api(api, "ours", args, table)
@@ -348,7 +368,17 @@ async def measure(args: argparse.Namespace) -> None:
         console.print(table)
     if args.sessions:
         table = Table(title="Streaming sessions side by side on one core: added latency, ms")
-        for name in ("sessions", "turns/s", "p50", "p90", "p99", "most", "CPU of the core", "CPU a turn, ms", "run queue"):
+        for name in (
+            "sessions",
+            "turns/s",
+            "p50",
+            "p90",
+            "p99",
+            "most",
+            "CPU of the core",
+            "CPU a turn, ms",
+            "run queue",
+        ):
             table.add_column(name, justify="right")
         await many_sessions(args, table)
         console.print(table)

@@ -59,6 +59,16 @@ class History:
         """By thread, its compaction calls."""
         self._main = False
 
+    def told_once(self, request: ChatRequest) -> ChatRequest:
+        """`request` with the very messages and tools of an earlier one as far as it tells them in the same words.
+
+        What is kept of a session is then as long as the conversation, not as the sum of its requests.
+        """
+        line, shared = self._nearest(request.messages)
+        messages = (*line.messages[:shared], *request.messages[shared:]) if line else request.messages
+        tools = next((line.tools for line in self._lines if line.tools == request.tools), request.tools)
+        return replace(request, messages=messages, tools=tuple(tools))
+
     def find(self, request: ChatRequest) -> Place:
         """Where `request` stands. Nothing is kept of it but what makes the next look-up cheap."""
         line = self._line(request.messages, request.tools)
@@ -171,13 +181,11 @@ class History:
 
     def _line(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Line:
         """The digests of a request and the nodes they lead to; those of the most similar request as far as it goes."""
-        best, shared = None, 0
         for line in self._lines:
             if line.messages is messages and line.tools is tools:
                 line.path = self._walk(line, line.path)
                 return line
-            if (count := _shared(line.messages, messages)) > shared:
-                best, shared = line, count
+        best, shared = self._nearest(messages)
         units = _kept(best, messages, shared) if best else []
         known = len(units)
         units += self._meaning.units(messages, units[-1].stop if units else 0)
@@ -187,6 +195,14 @@ class History:
         extended = best if best and shared == len(best.messages) else None
         self._lines = [line, *(one for one in self._lines if one is not extended)][:_LINES]
         return line
+
+    def _nearest(self, messages: Sequence[Message]) -> tuple[Line | None, int]:
+        """The request that begins with the most of `messages` in the same words, and with how many."""
+        best, shared = None, 0
+        for line in self._lines:
+            if (count := _shared(line.messages, messages)) > shared:
+                best, shared = line, count
+        return best, shared
 
     def _walk(self, line: Line, path: list[Node]) -> list[Node]:
         if not path and (root := self._roots.get(line.key)):

@@ -82,6 +82,7 @@ class Conversation:
     async def __call__(self, request: ChatRequest) -> Completion:
         """Raises ContextOverflow, BadRequest (the format cannot say it) or EngineError; then nothing is kept."""
         started = self._clock()
+        request = self._history.told_once(request)
         prompt = await self._prompt(request)
         sampling = self._sampling(request, len(prompt.ids))
         completion_id = self._new_id()
