@@ -1,6 +1,6 @@
 """What the proxy costs: one turn through each model API against a bare echo, and many sessions on one core.
 
-    python benchmarks/proxy.py [--tokenizer DIR] [--slime DIR] [--turns 15] [--sessions 200] [--lengths 2000 20000 100000]
+    python benchmarks/proxy.py [--tokenizer DIR] [--slime DIR] [--turns 15] [--sessions 200] [--lengths 2000 100000]
 
 Everything stays on the loopback: each server is a process of its own on one core, the load comes from another one.
 
