@@ -82,7 +82,6 @@ class Conversation:
     async def __call__(self, request: ChatRequest) -> Completion:
         """Raises ContextOverflow, BadRequest (the format cannot say it) or EngineError; then nothing is kept."""
         started = self._clock()
-        request = self._history.told_once(request)
         prompt = await self._prompt(request)
         sampling = self._sampling(request, len(prompt.ids))
         completion_id = self._new_id()
@@ -94,7 +93,7 @@ class Conversation:
             stop_ids=self._policy.renderer.stop_ids,
         )
         parsed = await self._parse(generation, request, prompt.ids)
-        request = replace(request, role=prompt.place.role)
+        request = replace(prompt.place.request, role=prompt.place.role)
         completion = Completion(
             id=completion_id,
             request=request,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -27,6 +28,25 @@ class LaunchContext:
 
 
 @dataclass(frozen=True, slots=True)
+class Versions:
+    """Which versions of a program its preset was run with, and how to see which one is there."""
+
+    program: str
+    ask: str
+    """A shell script that prints the program's version, and nothing where it cannot tell; it takes no time."""
+    oldest: str
+    newest: str
+
+    def tested(self, version: str) -> bool:
+        """Whether it lies between the oldest and the newest; a pre-release counts as what it precedes."""
+        return _numbers(self.oldest) <= _numbers(version) <= _numbers(self.newest)
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
     """How to start the program."""
 
@@ -43,6 +63,8 @@ class Launch:
     For programs that may print their result and not exit: `budgets.linger` seconds later they are ended, and the
     attempt counts as completed. "": there is no such line.
     """
+    versions: Versions | None = None
+    """None: any version will do."""
 
 
 class Harness(Protocol):

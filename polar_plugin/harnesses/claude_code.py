@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from .base import Launch, LaunchContext
 from .mcp import MCPServer, mcp_servers
-from .preset import settings_of, skill_files, start
+from .preset import npm_versions, settings_of, skill_files, start
 
 _SETTINGS: Mapping[str, type] = {"args": list, "root": str, "tools": list}
 
@@ -45,7 +45,8 @@ class ClaudeCode:
             files=files,
             env={**_environment(context), **context.agent.env},
             stdin=context.instruction.encode(errors="surrogateescape"),
-            finished=r'^\{("type":"result"|.*"total_cost_usd":)',  # with a background command it may not exit
+            versions=npm_versions("claude", "@anthropic-ai/claude-code", self.tested, settings.get("root")),
+            finished=r'^\{("type":"result"|.*"(duration_api_ms|total_cost_usd)":)',
         )
 
 

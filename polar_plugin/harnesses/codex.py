@@ -13,7 +13,7 @@ from typing import Any, ClassVar, cast
 from ..errors import ConfigError
 from .base import Launch, LaunchContext
 from .mcp import MCPServer, mcp_servers
-from .preset import settings_of, skill_files, start
+from .preset import npm_versions, settings_of, skill_files, start
 
 _SETTINGS: Mapping[str, type] = {"args": list, "multi_agent": bool, "root": str}
 _KEY = "POLAR_SESSION_KEY"
@@ -64,6 +64,7 @@ class Codex:
             files=files,
             env={"CODEX_HOME": home, _KEY: context.session_key, **context.agent.env},
             stdin=context.instruction.encode(errors="surrogateescape"),
+            versions=npm_versions("codex", "@openai/codex", self.tested, settings.get("root")),
             finished=r'^\{"type":"turn\.completed"',
         )
 

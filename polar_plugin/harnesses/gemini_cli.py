@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from .base import Launch, LaunchContext
 from .mcp import MCPServer, mcp_servers
-from .preset import settings_of, skill_files, start
+from .preset import npm_versions, settings_of, skill_files, start
 
 _SETTINGS: Mapping[str, type] = {"args": list, "root": str}
 _WINDOW = 1_048_576
@@ -53,7 +53,8 @@ class GeminiCLI:
             files=files,
             env={**_environment(context), **context.agent.env},
             stdin=plain_prompt(context.instruction),
-            finished=r'^  "session_id": "',  # it prints nothing before its result
+            finished=r'^  "(session_id|response)": ',  # it prints nothing before its result
+            versions=npm_versions("gemini", "@google/gemini-cli", self.tested, settings.get("root")),
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import yaml
 
 from .base import Launch, LaunchContext
-from .preset import settings_of, start, without_mcp, without_skills
+from .preset import pypi_versions, settings_of, start, without_mcp, without_skills
 
 _SETTINGS: Mapping[str, type] = {"args": list, "config": str, "root": str, "step_limit": int}
 
@@ -44,6 +44,7 @@ class MiniSWEAgent:
             start((*argv, *configs, *settings.get("args", ())), settings.get("root")),
             files={path: yaml.safe_dump(_config(context, settings)).encode()},
             env={**_environment(context), **context.agent.env},
+            versions=pypi_versions("mini", "mini-swe-agent", self.tested, settings.get("root")),
         )
 
 

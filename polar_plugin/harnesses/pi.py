@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from ..errors import ConfigError
 from .base import Launch, LaunchContext
-from .preset import settings_of, skill_files, start, without_mcp
+from .preset import npm_versions, settings_of, skill_files, start, without_mcp
 
 _SETTINGS: Mapping[str, type] = {"api": str, "args": list, "reasoning": bool, "root": str}
 _BASE_PATHS = {
@@ -56,6 +56,7 @@ class Pi:
             | skill_files(context.agent, f"{home}/skills"),
             env={_KEY: context.session_key, "PI_OFFLINE": "1", **context.agent.env},
             stdin=context.instruction.encode(errors="surrogateescape"),
+            versions=npm_versions("pi", "@earendil-works/pi-coding-agent", self.tested, settings.get("root")),
             finished=r'^\{"type":"agent_(end|settled)"',
         )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..records import AgentSpec
-from .base import LaunchContext
+from .base import LaunchContext, Versions
 
 _NODE_CHECK = """\
 found=$(node --version 2>&1) || found=none
@@ -17,6 +17,23 @@ if [ "$(printf '%s\\n' v{least} "$found" | sort -V | head -n 1)" != v{least} ]; 
   echo "{program} needs Node.js >= {least} on PATH or in settings.root, and finds $found" >&2
   exit 127
 fi"""
+_NPM_VERSION = """\
+found=$(command -v {program}) || exit 0
+at=$(realpath "$found")
+while [ "$at" != / ]; do
+  at=$(dirname "$at")
+  if grep -q '"name" *: *"{package}"' "$at/package.json" 2>/dev/null; then
+    grep -o '"version" *: *"[^"]*"' "$at/package.json" | head -n 1 | cut -d '"' -f 4
+    exit 0
+  fi
+done
+"$found" --version 2>/dev/null | grep -oE '[0-9]+[.][0-9]+[.][0-9]+' | head -n 1
+"""
+_PYPI_VERSION = """\
+found=$(command -v {program}) || exit 0
+python=$(head -n 1 "$found" | sed -n 's/^#! *//p')
+$python -c 'from importlib.metadata import version; print(version("{package}"))' 2>/dev/null || true
+"""
 
 
 def settings_of(context: LaunchContext, harness: str, known: Mapping[str, type]) -> Mapping[str, Any]:
@@ -53,10 +70,26 @@ def start(argv: Sequence[str], root: str | None, *, node: str | None = None) -> 
     lines = [f"exec {shlex.join(argv)}"]
     if node is not None:
         lines.insert(0, _NODE_CHECK.format(program=argv[0], least=node))
-    if root is not None:
-        place = shlex.quote(root)
-        lines.insert(0, f'export PATH={place}/node_modules/.bin:{place}/bin:"$PATH"')
-    return "\n".join([*lines, ""])
+    return "\n".join([*_path(root), *lines, ""])
+
+
+def npm_versions(program: str, package: str, tested: tuple[str, str], root: str | None) -> Versions:
+    """Of a program that npm installs, from its package's own manifest. What came another way is asked."""
+    script = _NPM_VERSION.format(program=program, package=package)
+    return Versions(program, "\n".join([*_path(root), script]), *tested)
+
+
+def pypi_versions(program: str, package: str, tested: tuple[str, str], root: str | None) -> Versions:
+    """Of a program that pip installs, from the Python that runs it."""
+    script = _PYPI_VERSION.format(program=program, package=package)
+    return Versions(program, "\n".join([*_path(root), script]), *tested)
+
+
+def _path(root: str | None) -> list[str]:
+    if root is None:
+        return []
+    place = shlex.quote(root)
+    return [f'export PATH={place}/node_modules/.bin:{place}/bin:"$PATH"']
 
 
 def skill_files(agent: AgentSpec, directory: str) -> dict[str, bytes]:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from .base import Launch, LaunchContext
 from .gemini_cli import mcp_entries, plain_prompt, without_proxies
 from .mcp import mcp_servers
-from .preset import settings_of, skill_files, start
+from .preset import npm_versions, settings_of, skill_files, start
 
 _SETTINGS: Mapping[str, type] = {"args": list, "root": str}
 
@@ -45,7 +45,8 @@ class QwenCode:
             files=files,
             env={**_environment(context), **context.agent.env},
             stdin=plain_prompt(context.instruction),
-            finished=r'^\[\{"type":"',  # it prints all of it at its end
+            finished=r'^\[\{"type":"system"',
+            versions=npm_versions("qwen", "@qwen-code/qwen-code", self.tested, settings.get("root")),
         )
 
 

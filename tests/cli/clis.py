@@ -72,6 +72,8 @@ class CLI:
     expects: Mapping[str, Expect]
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """`agent.settings`, besides `root`."""
+    lacks: Mapping[str, str] = field(default_factory=dict[str, str])
+    """The scenarios that it is not put through, each with the reason."""
     ignored: frozenset[str] = frozenset()
     """Request fields that this CLI sends and that mean nothing to a policy."""
     context: int = 100_000
@@ -112,6 +114,7 @@ def _pi(api: str, name: str, **more: Any) -> CLI:
             "overflow": Expect(8, traces=3, summaries=1),
             "skills": Expect(2),
         },
+        lacks={"sub_agent": "has no sub-agents", "mcp": "has no MCP"},
         **more,
     )
 
@@ -148,7 +151,7 @@ _CLAUDE_EXPECTS = {
     "busy": Expect(4),
     "cut_stream": Expect(3),
     "hang_up": Expect(2, status=Status.FAILED, exit_code=137),
-    "empty": Expect(3, traces=2, note="asks again"),
+    "empty": Expect(3, note="asks again"),
     "length": Expect(3, note="asks to go on"),
     "fill": Expect(10, traces=3, summaries=1),
     "overflow": Expect(8, traces=3, summaries=1),
@@ -205,7 +208,67 @@ _GEMINI_CLI = Words(
     ),
     agent=lambda prompt: Call("invoke_agent", {"agent_name": "generalist", "prompt": prompt}),
     mend=lambda path: Call("mcp_mender_mend", {"path": path}),
+    reports=Call("complete_task", {"result": {"response": "It is mended."}}),
 )
+
+_GEMINI_EXPECTS = {
+    "basic": Expect(2),
+    "long": Expect(8),
+    "busy": Expect(4),
+    "cut_stream": Expect(3),
+    "hang_up": Expect(2, status=Status.FAILED, exit_code=137),
+    "empty": Expect(2, note="ends"),
+    "length": Expect(2, status=Status.TRUNCATED, note="ends"),
+    "fill": Expect(10, traces=3, summaries=1),
+    "overflow": Expect(5, status=Status.FAILED, exit_code=144, reward=0.0, note="ends"),
+    "sub_agent": Expect(4, traces=2),
+    "mcp": Expect(2),
+    "skills": Expect(2),
+}
+_QWEN_EXPECTS = {
+    "basic": Expect(2),
+    "long": Expect(8),
+    "busy": Expect(4),
+    "cut_stream": Expect(3),
+    "hang_up": Expect(2, status=Status.FAILED, exit_code=137),
+    "empty": Expect(3, note="asks again"),
+    "length": Expect(2, status=Status.TRUNCATED, note="ends"),
+    "fill": Expect(10, traces=3, summaries=1),
+    "overflow": Expect(8, traces=3, summaries=1),
+    "sub_agent": Expect(4, traces=2),
+    "mcp": Expect(2),
+    "skills": Expect(2),
+}
+_OPENCODE_EXPECTS = {
+    "basic": Expect(2),
+    "long": Expect(8),
+    "busy": Expect(4),
+    "cut_stream": Expect(3),
+    "hang_up": Expect(2, status=Status.FAILED, exit_code=137),
+    "empty": Expect(2, note="ends"),
+    "length": Expect(2, status=Status.TRUNCATED, note="ends"),
+    "fill": Expect(10, traces=3, summaries=1),
+    "overflow": Expect(8, traces=3, summaries=1, status=Status.FAILED, exit_code=1),
+    "sub_agent": Expect(4, traces=2),
+    "mcp": Expect(2),
+    "skills": Expect(2),
+}
+_MINI_EXPECTS = {
+    "basic": Expect(2),
+    "long": Expect(8),
+    "busy": Expect(4),
+    "cut_stream": Expect(3),
+    "hang_up": Expect(2, status=Status.FAILED, exit_code=137),
+    "empty": Expect(3, note="asks again"),
+    "length": Expect(3, traces=2, note="drops it and asks again"),
+    "overflow": Expect(5, status=Status.FAILED, exit_code=1, reward=0.0, note="ends"),
+}
+_MINI_LACKS = {
+    "fill": "compaction",
+    "sub_agent": "sub-agents",
+    "mcp": "MCP",
+    "skills": "skills",
+}
 
 CLIS: tuple[CLI, ...] = (
     _pi("openai-completions", "Pi, OpenAI Chat", ignored=frozenset({"store"})),
@@ -236,14 +299,38 @@ CLIS: tuple[CLI, ...] = (
         tight_context=60_000,
     ),
     CLI(
+        "Gemini CLI",
+        "gemini_cli",
+        "gemini_cli",
+        "google-generative-ai",
+        _GEMINI_CLI,
+        _GEMINI_EXPECTS,
+    ),
+    CLI(
+        "Qwen Code",
+        "qwen_code",
+        "qwen_code",
+        "openai-completions",
+        _QWEN_CODE,
+        _QWEN_EXPECTS,
+        tight_context=60_000,
+    ),
+    CLI(
+        "opencode",
+        "opencode",
+        "opencode",
+        "openai-completions",
+        _OPENCODE,
+        _OPENCODE_EXPECTS,
+        tight_context=60_000,
+    ),
+    CLI(
         "mini-swe-agent",
         "mini_swe_agent",
         "mini_swe_agent",
         "openai-completions",
         _MINI_SWE_AGENT,
-        {"basic": Expect(2)},
+        _MINI_EXPECTS,
+        lacks={name: f"has no {what}" for name, what in _MINI_LACKS.items()},
     ),
-    CLI("Qwen Code", "qwen_code", "qwen_code", "openai-completions", _QWEN_CODE, {"basic": Expect(2)}),
-    CLI("opencode, OpenAI Chat", "opencode", "opencode", "openai-completions", _OPENCODE, {"basic": Expect(2)}),
-    CLI("Gemini CLI", "gemini_cli", "gemini_cli", "google-generative-ai", _GEMINI_CLI, {"basic": Expect(2)}),
 )

@@ -24,9 +24,11 @@ _HEAD = """\
 Made by `python -m tests.cli.conformance` of what `make test-clis` saw; never edited. Each program, at the version
 given, is installed from its registry and started by its preset in a sandbox whose only peer is the proxy; a scripted
 model answers over a real tokenizer. In every cell it is checked that all sampled tokens reached the program and are
-trained, but those whose reason is named, and that there is one trace for each conversation.
+trained, but those whose reason is named, that there is one trace for each conversation, that each call's role is the
+true one, and that the program tried to reach no other host (the kernel counts it).
 
-"calls" are model calls, failed ones among them; "traces" are what the trainer gets.
+"calls" are model calls, failed ones among them, and in brackets those that are not the main conversation's; "traces"
+are what the trainer gets: a compaction gives one for what was before it, one for itself, and one for what comes after.
 """
 
 
@@ -61,25 +63,30 @@ def _tables(seen: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     yield f"| program | version | {' | '.join(scenario.feature for scenario in SCENARIOS.values())} |"
     yield "|---" * (len(SCENARIOS) + 2) + "|"
     for name, row in rows:
-        cells = (_cell(row["scenarios"].get(scenario)) for scenario in SCENARIOS)
+        lacks = next((cli.lacks for cli in CLIS if cli.name == name), {})
+        cells = (_cell(row["scenarios"].get(scenario), lacks.get(scenario, "-")) for scenario in SCENARIOS)
         yield f"| {name} | {row['version']} | {' | '.join(cells)} |"
 
 
-def _cell(outcome: Mapping[str, Any] | None) -> str:
+def _cell(outcome: Mapping[str, Any] | None, lacking: str) -> str:
     if outcome is None:
-        return "-"
+        return lacking
     status, code = outcome["status"], outcome["exit_code"]
     words = [
         "ok" if status == "completed" else status,
         *([f"exit {code}"] if code else []),
         *(["task not done"] if outcome["reward"] != 1.0 else []),
-        _number(outcome["calls"], "call"),
+        _number(outcome["calls"], "call") + _others(outcome["roles"]),
         _number(outcome["traces"], "trace"),
-        *([_number(outcome["summaries"], "compaction")] if outcome["summaries"] else []),
         *(f"{reason} not trained" for reason in sorted(outcome["untrained"])),
         *([outcome["note"]] if outcome["note"] else []),
     ]
     return ", ".join(words)
+
+
+def _others(roles: Mapping[str, int]) -> str:
+    told = [f"{count} {role.replace('_', '-')}" for role, count in roles.items() if role != "main"]
+    return f" ({', '.join(told)})" if told else ""
 
 
 def _number(count: int, noun: str) -> str:

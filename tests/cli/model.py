@@ -9,11 +9,12 @@ from pathlib import Path
 import anyio
 
 from polar_plugin.engine.scripted import Call, Reply
-from polar_plugin.records import FinishReason, TokenIds
+from polar_plugin.records import FinishReason, Role, TokenIds
 
 from .words import HANGING, MAIN, Turn
 
 SUMMARY = f"{MAIN} The file `result` is to say mended. Parts have been listed; go on."
+_ROLES = {"main": Role.MAIN, "sub": Role.SUB_AGENT, "summary": Role.COMPACTION}
 
 
 def asks_for_summary(prompt: str) -> bool:
@@ -49,12 +50,15 @@ class Model:
         self._taken: dict[str, Turn] = {}
         self.asked: Counter[str] = Counter()
         """Calls by thread: "main", "sub", "summary"."""
+        self.roles: dict[str, Role] = {}
+        """What each call was for, by its id."""
         self.prompts: list[str] = []
 
     def __call__(self, call: Call) -> Reply:
         prompt = self._decode(call.prompt_ids)
         self.prompts.append(prompt)
         thread = "summary" if self._is_summary(prompt) else "main" if MAIN in prompt else "sub"
+        self.roles[call.request_id] = _ROLES[thread]
         position = self.asked[thread]
         self.asked[thread] += 1
         if thread == "summary":

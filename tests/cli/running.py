@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,16 @@ from transformers import AutoTokenizer
 from polar_plugin.config import load_config, load_task
 from polar_plugin.engine.render import load_renderer
 from polar_plugin.engine.scripted import ScriptedEngine
-from polar_plugin.records import Attempt, Trajectory
+from polar_plugin.records import Attempt, Completion, Role, Trajectory
 from polar_plugin.service import RolloutService
 
 from .. import tokenizers
 from . import install
 from .clis import CLI
+from .elsewhere import NOTE, reached
 from .model import Model
 from .scenarios import Scenario
+from .words import ended
 
 TOKENIZER = "qwen3"
 SECONDS = 180.0
@@ -51,11 +54,30 @@ class Ran:
             "summaries": self.model.asked["summary"],
             "delivered": counts["delivered_tokens"] == counts["sampled_tokens"],
             "untrained": {name.removeprefix("untrained_") for name in counts if name.startswith("untrained_")},
-            "roles": dict(sorted(Counter(trace.role.value for trace in trajectory.traces).items())),
+            "roles": dict(sorted(Counter(completion.role.value for completion in self._completions).items())),
+            "elsewhere": self.elsewhere,
             "breaks": {
                 name.removeprefix("breaks_"): count for name, count in counts.items() if name.startswith("breaks_")
             },
         }
+
+    @property
+    def _completions(self) -> Sequence[Completion]:
+        assert self.trajectory.session is not None
+        return self.trajectory.session.completions
+
+    @property
+    def misjudged(self) -> list[tuple[Role, Role]]:
+        """(what the ledger says a call was for, what the model knows) where these differ."""
+        told = [(completion.role, self.model.roles[completion.id]) for completion in self._completions]
+        return [pair for pair in told if pair[0] is not pair[1]]
+
+    @property
+    def elsewhere(self) -> int | None:
+        """How often the program reached for another host; None where it was killed and so left no note."""
+        evaluation = self.trajectory.evaluation
+        note = str(evaluation.report["output"]) if evaluation else ""
+        return reached(note) if "Ip:" in note else None
 
     @property
     def ignored(self) -> set[str]:
@@ -67,7 +89,7 @@ class Ran:
 async def run(cli: CLI, scenario: Scenario, directory: Path) -> Ran:
     """Run `scenario` to its end. `directory` is an empty one."""
     renderer = renderer_of(TOKENIZER)
-    main, sub = cli.words.ended(scenario.main(cli.words)), scenario.sub(cli.words)
+    main, sub = ended(scenario.main(cli.words), cli.words.done), ended(scenario.sub(cli.words), cli.words.reports)
     model = Model(main, sub, renderer.decode, is_summary=cli.is_summary, directory=directory)
     engine = ScriptedEngine(
         model,
@@ -92,16 +114,21 @@ def payload(cli: CLI, scenario: Scenario, directory: Path) -> dict[str, Any]:
         "instruction": scenario.instruction,
         "timeout_seconds": SECONDS,
         "agent": {
-            "harness": cli.harness,
+            "harness": "tests.cli.elsewhere:Watched",
             "model_name": "rl-model",
-            "settings": {"root": str(root), **cli.settings, **cli.expects[scenario.name].settings},
+            "settings": {
+                "preset": cli.harness,
+                "root": str(root),
+                **cli.settings,
+                **cli.expects[scenario.name].settings,
+            },
             **scenario.agent,
         },
         "runtime": {
             "image": str(scenario.image) if scenario.image else None,
             "kwargs": {"ro_binds": [str(root)], "root": str(directory)},
         },
-        "evaluator": {"strategy": "test_on_output", "config": {"test_command": scenario.test}},
+        "evaluator": {"strategy": "test_on_output", "config": {"test_command": f"cat {NOTE} || true; {scenario.test}"}},
     }
 
 

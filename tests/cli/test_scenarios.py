@@ -36,7 +36,10 @@ async def test_a_real_agent_program_does_its_task_and_gives_one_exact_trace_a_co
     expected, counts = cli.expects[name], ran.trajectory.counts
     told = (ran.trajectory.failure, ran.model.asked, ran.ignored, dict(counts))
     assert {key: ran.outcome[key] for key in expected.facts()} == expected.facts(), told
+    assert not ran.misjudged, (ran.misjudged, told)
     assert ran.ignored <= cli.ignored, told
+    assert not ran.elsewhere, told
+    assert not [name for name in counts if name.startswith("harness_version")], told
     assert counts["malformed_calls"] == 0
     assert counts["trained_tokens"] == sum(trace.trained for trace in ran.trajectory.traces)
     assert counts.get("untrained_unexplained", 0) == 0

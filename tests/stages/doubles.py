@@ -84,6 +84,8 @@ class World:
     anywhere: Step = nothing
     """What happens where `steps` has nothing."""
     result: ExecResult = OK
+    prints: bytes = b""
+    """What the agent program has printed before anything else happens to it."""
     opened: list[int] = field(default_factory=list[int])
     closed: list[int] = field(default_factory=list[int])
     seen: list[str] = field(default_factory=list[str])
@@ -151,6 +153,7 @@ class MemoryRuntime:
                 await watch.over()
                 group.cancel_scope.cancel()
 
+            watch.saw(1, self.world.prints)
             group.start_soon(over)
             await self.world.at(f"{self.purpose}.exec")
             group.cancel_scope.cancel()
@@ -168,7 +171,7 @@ class MemoryRuntime:
 
 class MemorySession:
     def __init__(self, key: str, sessions: MemorySessions) -> None:
-        self.key, self.sealed = key, False
+        self.key, self.sealed, self._opened = key, False, anyio.current_time()
         self.calls, self.last_error, self._ledger = sessions.calls, sessions.last_error, sessions.ledger
 
     async def first_call(self) -> None:
@@ -179,7 +182,7 @@ class MemorySession:
         await anyio.sleep_forever()
 
     async def quiet(self, seconds: float) -> None:
-        await anyio.sleep(seconds)
+        await anyio.sleep_until(self._opened + seconds)
 
     def seal(self) -> CompletionSession:
         self.sealed = True
