@@ -36,7 +36,7 @@ from .responses_wire import (
     sdk,
     whole,
 )
-from .scripted import Scripted, say, serving
+from .scripted import Scripted, Stopped, say, serving
 
 pytestmark = pytest.mark.anyio
 streamed_and_whole = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -128,6 +128,14 @@ async def test_a_cut_turn_with_whole_calls_is_incomplete_and_keeps_them(stream: 
         got = await ask(client, stream=stream)
     assert got.status == "incomplete"
     assert [call[0] for call in calls_of(got)] == ["call_1", "call_4"]
+
+
+@streamed_and_whole
+async def test_a_turn_that_a_stop_string_of_the_trainers_ended_is_completed(stream: bool) -> None:
+    """The API itself has no stop sequences."""
+    async with sdk(Stopped([say("one two")])) as client:
+        got = await ask(client, stream=stream)
+    assert (got.status, got.incomplete_details, got.output_text) == ("completed", None, "one two")
 
 
 @streamed_and_whole
