@@ -45,7 +45,9 @@ class QwenCode:
             files=files,
             env={**_environment(context), **context.agent.env},
             stdin=plain_prompt(context.instruction),
+            finished=r'^\[\{"type":"system"',
             versions=npm_versions("qwen", "@qwen-code/qwen-code", self.tested, settings.get("root")),
+            finished=r'^\[\{"type":"',  # it prints all of it at its end
         )
 
 
