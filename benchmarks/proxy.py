@@ -133,7 +133,10 @@ async def serve_echo(args: argparse.Namespace) -> None:
 
 async def serve_slime(args: argparse.Namespace) -> None:
     sys.path.insert(0, str(args.slime))
-    transformers, common = importlib.import_module("transformers"), importlib.import_module("slime.agent.adapters.common")
+    transformers, common = (
+        importlib.import_module("transformers"),
+        importlib.import_module("slime.agent.adapters.common"),
+    )
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(args.tokenizer))
     ids = tokenizer.encode(REPLY)
 
@@ -224,7 +227,11 @@ class Talk:
 
     @property
     def path(self) -> str:
-        return "/v1beta/models/m:streamGenerateContent?alt=sse" if self.api == "google_generate" else SPEAKERS[self.api].path
+        return (
+            "/v1beta/models/m:streamGenerateContent?alt=sse"
+            if self.api == "google_generate"
+            else SPEAKERS[self.api].path
+        )
 
     def ask(self) -> bytes:
         """The body of the next turn."""
@@ -338,7 +345,19 @@ async def measure(args: argparse.Namespace) -> None:
     console = Console(width=150)
     if args.lengths:
         table = Table(title="One streamed turn, medians")
-        for name in ("", "tokens", "body, kB", "wall, ms", "echo", "ratio", "CPU, ms", "echo", "ratio", "re-render, CPU", ""):
+        for name in (
+            "",
+            "tokens",
+            "body, kB",
+            "wall, ms",
+            "echo",
+            "ratio",
+            "CPU, ms",
+            "echo",
+            "ratio",
+            "re-render, CPU",
+            "",
+        ):
             table.add_column(name, justify="right")
         for api in SPEAKERS:
             await one_api(api, "ours", args, table)
@@ -348,7 +367,17 @@ async def measure(args: argparse.Namespace) -> None:
         console.print(table)
     if args.sessions:
         table = Table(title="Streaming sessions side by side on one core: added latency, ms")
-        for name in ("sessions", "turns/s", "p50", "p90", "p99", "most", "CPU of the core", "CPU a turn, ms", "run queue"):
+        for name in (
+            "sessions",
+            "turns/s",
+            "p50",
+            "p90",
+            "p99",
+            "most",
+            "CPU of the core",
+            "CPU a turn, ms",
+            "run queue",
+        ):
             table.add_column(name, justify="right")
         await many_sessions(args, table)
         console.print(table)

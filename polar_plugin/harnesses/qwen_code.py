@@ -47,7 +47,6 @@ class QwenCode:
             stdin=plain_prompt(context.instruction),
             finished=r'^\[\{"type":"system"',
             versions=npm_versions("qwen", "@qwen-code/qwen-code", self.tested, settings.get("root")),
-            finished=r'^\[\{"type":"',  # it prints all of it at its end
         )
 
 
