@@ -53,7 +53,6 @@ class GeminiCLI:
             files=files,
             env={**_environment(context), **context.agent.env},
             stdin=plain_prompt(context.instruction),
-            finished=r'^  "response": ',
             versions=npm_versions("gemini", "@google/gemini-cli", self.tested, settings.get("root")),
         )
 

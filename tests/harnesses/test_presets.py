@@ -158,8 +158,6 @@ async def test_case_101_a_program_that_reads_its_input_to_the_end_ends(name: str
         ("claude_code", '{"type":"result","subtype":"success","result":"Done."}'),
         ("codex", '{"type":"turn.completed","usage":{"input_tokens":10791}}'),
         ("codex", '{"type":"turn.failed","error":{"message":"stream disconnected"}}'),
-        ("gemini_cli", '  "response": "Done.",'),
-        ("qwen_code", '[{"type":"system","subtype":"init"},{"type":"result"}]'),
     ],
 )
 def test_case_85_the_line_that_a_program_ends_with_is_known(name: str, result: str) -> None:
@@ -175,8 +173,6 @@ def test_case_85_the_line_that_a_program_ends_with_is_known(name: str, result: s
             "codex",
             '{"type":"item.completed","item":{"type":"agent_message","text":"{\\"type\\":\\"turn.completed\\"}"}}',
         ),
-        ("gemini_cli", "  response"),
-        ("qwen_code", "[WARN] no sandbox"),
     ],
 )
 def test_another_line_is_not_taken_for_it(name: str, line: str) -> None:
