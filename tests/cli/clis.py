@@ -234,7 +234,7 @@ _QWEN_EXPECTS = {
     "hang_up": Expect(2, status=Status.FAILED, exit_code=137),
     "empty": Expect(3, traces=2, note="asks the same again"),
     "length": Expect(2, status=Status.TRUNCATED, note="ends"),
-    "fill": Expect(10, traces=4, summaries=1, note=_REMINDED),
+    "fill": Expect(11, traces=4, summaries=2, note=_REMINDED),
     "overflow": Expect(8, traces=4, summaries=1, note=_REMINDED),
     "sub_agent": Expect(4, traces=2),
     "mcp": Expect(2),
