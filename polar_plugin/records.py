@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 TokenIds = NDArray[np.int32]
 LogProbs = NDArray[np.float32]
 Mask = NDArray[np.bool_]
+Experts = NDArray[np.int16]
 JSONObject = dict[str, Any]
 
 _FORBID: Mapping[str, Any] = {"extra": "forbid"}  # read by pydantic when a task payload is loaded (config.load_task)
@@ -275,6 +276,38 @@ class VersionSpan:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Routing:
+    """The experts of a mixture-of-experts model that each token went through, for trainers that replay the router."""
+
+    experts: Experts
+    """int16 [rows, layers * experts a token]: row i is of token `start` + i of prompt ‖ output."""
+    start: int = 0
+    """The rows before are the parent's. The last row is of the last token but one: nothing came after the last."""
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.experts)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Nucleus:
+    """The ids that top-p (or top-k) left to draw each token from: of token i `ids[offsets[i] : offsets[i + 1]]`."""
+
+    ids: TokenIds
+    """int32"""
+    offsets: TokenIds
+    """int32 [n + 1]; equal neighbours where no choice is known."""
+
+    def __post_init__(self) -> None:
+        if not len(self.offsets) or self.offsets[0] or self.offsets[-1] != len(self.ids):
+            raise ValueError(f"offsets must begin with 0 and end with the number of ids, {len(self.ids)}")
+
+    def first(self, tokens: int) -> Nucleus:
+        """Of the first `tokens` alone."""
+        return Nucleus(self.ids[: self.offsets[tokens]], self.offsets[: tokens + 1])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Generation:
     """What the engine sampled: ids out and the log-probability each had in the distribution it was drawn from."""
 
@@ -287,6 +320,10 @@ class Generation:
     """Run-length weight versions; counts add up to n where the engine tells versions, else empty."""
     stop: str | None = None
     """The stop string that ended it, if one did."""
+    routing: Routing | None = None
+    """Where the engine was asked for it."""
+    nucleus: Nucleus | None = None
+    """Where the engine was asked for it; then `logprobs` are over what it holds, not over the whole vocabulary."""
 
     def __post_init__(self) -> None:
         if len(self.output_ids) != len(self.logprobs):
@@ -294,6 +331,8 @@ class Generation:
         told = sum(span.count for span in self.versions)
         if self.versions and told != len(self.output_ids):
             raise ValueError(f"weight-version spans cover {told} tokens of {len(self.output_ids)}")
+        if self.nucleus and len(self.nucleus.offsets) != len(self.output_ids) + 1:
+            raise ValueError(f"{len(self.output_ids)} output ids but {len(self.nucleus.offsets)} offsets of choices")
 
 
 class BreakReason(enum.StrEnum):
@@ -399,6 +438,10 @@ class Trace:
     response_messages: tuple[Message, ...] = ()
     tools: tuple[Tool, ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    routing: Experts | None = None
+    """int16 [p + r - 1, layers * experts a token]: `Routing` of the whole trace; None where a row of it is unknown."""
+    nucleus: Nucleus | None = None
+    """Of the response: nothing to choose from where the mask is False. None where one of the trained is unknown."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.loss_mask), len(self.response_logprobs)}
@@ -410,7 +453,7 @@ class Trace:
     @property
     def trained(self) -> int:
         """Number of trained tokens."""
-        return int(self.loss_mask.sum())
+        return int(np.count_nonzero(self.loss_mask))
 
 
 @dataclass(frozen=True, slots=True)
@@ -471,3 +514,23 @@ class Trajectory:
     def reward(self) -> float | None:
         """The session's outcome reward; None where it was not graded."""
         return None if self.evaluation is None else self.evaluation.outcome_reward
+
+    @property
+    def delivered_fraction(self) -> float | None:
+        """Of all sampled tokens, those of answers that the harness got whole or went on from; None: none was sampled.
+
+        `counts["delivered_tokens"] / counts["sampled_tokens"]`.
+        """
+        return self._fraction("delivered_tokens")
+
+    @property
+    def trained_fraction(self) -> float | None:
+        """Of all sampled tokens, those that `traces` train; None: none was sampled.
+
+        `counts["trained_tokens"] / counts["sampled_tokens"]`; the rest is under `counts["untrained_<reason>"]`.
+        """
+        return self._fraction("trained_tokens")
+
+    def _fraction(self, name: str) -> float | None:
+        sampled = self.counts.get("sampled_tokens", 0)
+        return self.counts.get(name, 0) / sampled if sampled else None

@@ -21,6 +21,8 @@ def session_metrics(groups: Sequence[Sequence[SessionSamples]], prefix: str) -> 
         "excluded": _share(bool(session.excluded) for session in sessions),
         **{f"excluded/{reason}": n for reason, n in Counter(s.excluded for s in sessions if s.excluded).items()},
         "traces": _mean(len(session.trajectory.traces) for session in sessions),
+        "delivered_fraction": _mean_known(session.trajectory.delivered_fraction for session in sessions),
+        "trained_fraction": _mean_known(session.trajectory.trained_fraction for session in sessions),
         "trained_tokens": _mean(_trained(session) for session in sessions),
         "context_tokens": _mean(sum(len(x.tokens) for x in s.samples) - _trained(s) for s in sessions),
         **{f"dropped/{reason}": n for reason, n in _summed(session.dropped for session in sessions).items()},
@@ -71,6 +73,11 @@ def _summed(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
 
 def _share(flags: Iterable[bool]) -> float:
     return _mean(float(flag) for flag in flags)
+
+
+def _mean_known(values: Iterable[float | None]) -> float:
+    """Of sessions that sampled anything."""
+    return _mean(value for value in values if value is not None)
 
 
 def _mean(values: Iterable[float]) -> float:

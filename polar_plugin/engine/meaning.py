@@ -116,9 +116,13 @@ def alike(one: Message, other: Message) -> bool:
     """Whether two messages are told in the same words, wire ids included."""
     return (
         one.content == other.content
-        and one == other
+        and one.role == other.role
         and one.tool_call_id == other.tool_call_id
-        and all(a.id == b.id for a, b in zip(one.tool_calls, other.tool_calls, strict=True))
+        and one.reasoning == other.reasoning
+        and one.name == other.name
+        and one.parts == other.parts
+        and one.tool_calls == other.tool_calls
+        and (not one.tool_calls or [call.id for call in one.tool_calls] == [call.id for call in other.tool_calls])
     )
 
 
@@ -159,8 +163,9 @@ def _results_digest(messages: Sequence[Message], start: int, stop: int) -> Diges
 
 def _slots(messages: Sequence[Message], start: int) -> dict[str, int]:
     """The position of each call of the turn before `start`, by its id; nothing where ids do not tell calls apart."""
-    before = next((messages[at] for at in range(start - 1, -1, -1) if messages[at].tool_calls), None)
-    calls = before.tool_calls if before else ()
+    stop = next((at for at in range(start, 0, -1) if messages[at - 1].tool_calls), 0)
+    begin = next((at for at in range(stop, 0, -1) if messages[at - 1].role != "assistant"), 0)
+    calls = [call for message in messages[begin:stop] for call in message.tool_calls]
     slots = {call.id: position for position, call in enumerate(calls) if call.id}
     return slots if len(slots) == len(calls) else {}
 

@@ -93,7 +93,7 @@ class Conversation:
             stop_ids=self._policy.renderer.stop_ids,
         )
         parsed = await self._parse(generation, request, prompt.ids)
-        request = replace(request, role=prompt.place.role)
+        request = replace(prompt.place.request, role=prompt.place.role)
         completion = Completion(
             id=completion_id,
             request=request,

@@ -45,8 +45,8 @@ class ClaudeCode:
             files=files,
             env={**_environment(context), **context.agent.env},
             stdin=context.instruction.encode(errors="surrogateescape"),
-            finished=r'^\{.*"(session_id|type)":',
             versions=npm_versions("claude", "@anthropic-ai/claude-code", self.tested, settings.get("root")),
+            finished=r'^\{("type":"result"|.*"(duration_api_ms|total_cost_usd)":)',
         )
 
 

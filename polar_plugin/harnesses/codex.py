@@ -64,8 +64,8 @@ class Codex:
             files=files,
             env={"CODEX_HOME": home, _KEY: context.session_key, **context.agent.env},
             stdin=context.instruction.encode(errors="surrogateescape"),
-            finished=r'^\{"type":"turn\.(completed|failed)"',
             versions=npm_versions("codex", "@openai/codex", self.tested, settings.get("root")),
+            finished=r'^\{"type":"turn\.completed"',
         )
 
 

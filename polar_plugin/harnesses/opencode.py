@@ -63,6 +63,7 @@ class OpenCode:
             env={**_environment(context), **context.agent.env},
             stdin=context.instruction.encode(errors="surrogateescape"),
             versions=npm_versions("opencode", "opencode-ai", self.tested, settings.get("root")),
+            finished=r'^\{"type":"step_finish".*"reason":"(stop|length)"',
         )
 
 

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Protocol
 
 from ..records import CompletionSession, Trace
-from .chains import chains, parents_of
+from .chains import chains
+from .plan import Plan
 from .traces import trace
-from .untrained import Policy, untrained
+from .untrained import Policy
 
 
 class Builder(Protocol):
-    """Built with `**BuilderSpec.config`. Pure, and linear in tokens."""
+    """Built with `**BuilderSpec.config`. Pure, and linear in tokens.
 
-    def build(self, session: CompletionSession) -> tuple[Trace, ...]: ...
+    Its attribute `policy` (`untrained.Policy`), where it has one, tells `check` and `counts` what it leaves out on
+    purpose; what nothing explains is an error where traces are verified, and is counted everywhere.
+    """
+
+    def build(self, session: CompletionSession) -> Sequence[Trace] | Awaitable[Sequence[Trace]]:
+        """May be `async`: the attempt awaits it, within the build's budget."""
+        ...
 
 
 class PrefixMerging:
@@ -29,19 +36,31 @@ class PrefixMerging:
         max_trace_tokens: int | None = None,
         roles: Mapping[str, str] | None = None,
         discarded: str = "drop",
+        overlong: str = "clip",
+        prompts: str = "extended",
+        end_of_turn: Sequence[int] | int = (),
     ) -> None:
-        """`max_trace_tokens` (prompt and response) cuts a trace to a causal prefix at a completion's end.
+        """What is wrong raises ConfigError with its path.
 
-        `roles` says "train" or "drop" for a role ("main", "sub_agent", "side", "compaction"; by default "side" alone is
-        dropped), `discarded` for an answer that the harness got but asked for again. Raises ConfigError.
+        max_trace_tokens: prompt and response. What lies beyond is not trained: no shorter trace has its whole context.
+        overlong: such a trace ends with the last completion that fits ("clip"), or within the next one ("split"), whose
+            first tokens are trained too.
+        roles: "train" or "drop" for "main", "sub_agent", "side" and "compaction"; by default "side" alone is dropped.
+        discarded: "train" or "drop" for an answer that the harness got but asked for again.
+        prompts: "extended" where prompts hold the sampled ids, as this library's own do; "rerendered" for recordings of
+            servers that render the history anew for each call. Both train a token only behind what it was sampled
+            behind; with "rerendered" parents are found by tokens, whatever the recording tells, and each turn that came
+            back changed splits the trace and is counted under `breaks_<reason>` (`parents.rerendered_breaks`).
+        end_of_turn: for "rerendered", the id or ids that end an assistant's turn in the server's chat template; by
+            default `end_of_turn` of the session's metadata. It is never guessed: without either, `build` raises
+            ConfigError.
         """
-        self.policy = Policy.of(max_trace_tokens, roles, discarded)
+        self.policy = Policy.of(max_trace_tokens, roles, discarded, overlong, prompts, end_of_turn)
 
     def build(self, session: CompletionSession) -> tuple[Trace, ...]:
         """Raises MergeError where two completions share an id."""
-        parents = parents_of(session)
-        left_out = untrained(session, self.policy, parents)
-        found = (trace(chain, left_out) for chain in chains(session, parents, left_out))
+        plan = Plan.of(session, self.policy)
+        found = (trace(chain, plan) for chain in chains(session, plan.parents, plan.left_out))
         return tuple(one for one in found if one is not None)
 
 
@@ -53,12 +72,13 @@ class PerRequest:
         max_trace_tokens: int | None = None,
         roles: Mapping[str, str] | None = None,
         discarded: str = "drop",
+        overlong: str = "clip",
     ) -> None:
         """As for `PrefixMerging`."""
-        self.policy = Policy.of(max_trace_tokens, roles, discarded)
+        self.policy = Policy.of(max_trace_tokens, roles, discarded, overlong)
 
     def build(self, session: CompletionSession) -> tuple[Trace, ...]:
         """Raises MergeError where two completions share an id."""
-        left_out = untrained(session, self.policy)
-        found = (trace((completion,), left_out) for completion in session.completions)
+        plan = Plan.of(session, self.policy)
+        found = (trace((completion,), plan) for completion in session.completions)
         return tuple(one for one in found if one is not None)

@@ -1,4 +1,7 @@
-"""The invariants of traces, as code: run in every test and, sampled, in production. Pure."""
+"""The invariants of traces, as code: run in every test and, sampled, in production. Pure.
+
+One pass over the tokens, which compares views with views: beyond the traces it needs a byte a token.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,11 @@ from numpy.typing import NDArray
 
 from ..errors import MergeError
 from ..records import Completion, CompletionSession, TokenIds, Trace, VersionSpan
-from .chains import extends, same
-from .traces import version_spans
-from .untrained import Policy, Untrained, untrained
+from .parents import Parents, extends, same
+from .plan import Plan
+from .replay import nucleus, routing_pieces
+from .traces import finish_reason, version_spans
+from .untrained import Policy
 
 Decode = Callable[[TokenIds], str]
 _AROUND = 8  # tokens shown on either side of a difference
@@ -30,21 +35,21 @@ def check(
     """Verify that the traces say exactly what was sampled; raises MergeError with the first differing position.
 
     * a trace's tokens up to the end of each completion that it trains are that completion's prompt ‖ output, and end
-      with the last one's;
+      with the last one's, which alone may be cut, at `max_trace_tokens`;
     * its loss mask is True on what they sampled and nowhere else; log-probabilities (0.0 elsewhere), weight versions
-      ("" elsewhere) and the finish reason are the recorded ones;
+      ("" elsewhere), the finish reason, experts and choices of tokens are the recorded ones;
+    * no trace is longer than `max_trace_tokens`;
     * each completion that sampled anything is trained exactly once, or in no trace for a reason of `untrained`, so that
       sampled tokens = trained + untrained.
 
     `policy` is the builder's (`PrefixMerging.policy`). Messages show token ids, or with `decode` their text.
     """
     known = {completion.id: completion for completion in session.completions}
-    if len(known) != len(session.completions):
-        raise MergeError(f"session {session.session_id}: completions share an id")
+    plan = Plan.of(session, policy)
     for position, trace in enumerate(traces):
         trained = [_known(known, name, position) for name in trace.completion_ids]
-        _check_trace(trace, trained, f"trace {position}", decode)
-    _check_once(traces, session, untrained(session, policy))
+        _check_trace(trace, trained, plan, f"trace {position}", decode)
+    _check_once(traces, session, plan)
 
 
 def _known(known: Mapping[str, Completion], name: str, position: int) -> Completion:
@@ -53,51 +58,59 @@ def _known(known: Mapping[str, Completion], name: str, position: int) -> Complet
     return known[name]
 
 
-def _check_trace(trace: Trace, trained: Sequence[Completion], where: str, decode: Decode | None) -> None:
+def _check_trace(trace: Trace, trained: Sequence[Completion], plan: Plan, where: str, decode: Decode | None) -> None:
     if not trained:
         raise MergeError(f"{where} trains nothing")
-    last, start = trained[-1], len(trace.prompt_ids)
-    _check_sequence(trace, last, f"{where}, completion {last.id}", decode)
-    loss_mask = np.zeros(len(trace.response_ids), np.bool_)
-    logprobs = np.zeros(len(trace.response_ids), np.float32)
-    for before, completion in pairwise((None, *trained)):
-        assert completion
-        begin, end = len(completion.prompt_ids) - start, completion.length - start
-        if begin < 0 or end > len(logprobs):
-            raise MergeError(f"{where}, completion {completion.id}: its output does not lie within the response")
-        if before:
-            _check_extends(completion, before, where, decode)
-        loss_mask[begin:end] = True
-        logprobs[begin:end] = completion.generation.logprobs
-    _check_equal(trace.loss_mask, loss_mask, f"{where}: loss mask")
-    if not np.isfinite(logprobs).all():
-        at = int(np.flatnonzero(~np.isfinite(logprobs))[0])
-        raise MergeError(f"{where}: log-probability at response token {at} is {logprobs[at]}: it cannot be trained")
-    _check_equal(trace.response_logprobs, logprobs, f"{where}: log-probability")
-    _check_ends(trace, trained, where)
+    last = trained[-1]
+    length, limit = len(trace.prompt_ids) + len(trace.response_ids), plan.policy.max_trace_tokens
+    if limit is not None and length > limit and last.id not in plan.left_out:
+        raise MergeError(f"{where} has {length} tokens, but max_trace_tokens is {limit}")
+    _check_sequence(trace, last, _output(last, plan), f"{where}, completion {last.id}", decode)
+    _check_chain(trained, plan.parents, where, decode)
+    _check_trained(trace, trained, plan, where)
+    versions = version_spans(trained, len(trace.prompt_ids), len(trace.response_ids))
+    if trace.versions != versions:
+        raise MergeError(f"{where}: weight versions are {_told(trace.versions)}, but {_told(versions)} is right")
+    reason = finish_reason(last, plan.policy)
+    if trace.finish_reason is not reason:
+        raise MergeError(f"{where}: finish reason is {trace.finish_reason}, but {reason} is right")
+    _check_replay(trace, trained, plan.parents, where)
 
 
-def _check_sequence(trace: Trace, last: Completion, where: str, decode: Decode | None) -> None:
+def _output(completion: Completion, plan: Plan) -> TokenIds:
+    """What of it a trace may hold; all, where none of it may be trained: that is told by its own name later."""
+    output = completion.generation.output_ids
+    return output[: plan.policy.trained_output(completion) or len(output)]
+
+
+def _check_sequence(trace: Trace, last: Completion, output: TokenIds, where: str, decode: Decode | None) -> None:
     """The trace's prompt ‖ response is the last completion's prompt ‖ output; split elsewhere, so in three pieces."""
     start, middle = len(trace.prompt_ids), len(last.prompt_ids)
-    if start <= middle and start + len(trace.response_ids) == last.length:
+    if start <= middle and start + len(trace.response_ids) == middle + len(output):
         pieces = (
             (trace.prompt_ids, last.prompt_ids[:start]),
             (trace.response_ids[: middle - start], last.prompt_ids[start:]),
-            (trace.response_ids[middle - start :], last.generation.output_ids),
+            (trace.response_ids[middle - start :], output),
         )
         if all(same(got, recorded) for got, recorded in pieces):
             return
     tokens = np.concatenate((trace.prompt_ids, trace.response_ids))
-    _differ(tokens, np.concatenate((last.prompt_ids, last.generation.output_ids)), where, decode)
+    _differ(tokens, np.concatenate((last.prompt_ids, output)), where, decode)
 
 
-def _check_extends(completion: Completion, before: Completion, where: str, decode: Decode | None) -> None:
-    """Each completion's prompt begins with the one before, so that the trace, which holds the last, holds them all."""
-    if not extends(completion.prompt_ids, before):
-        recorded = np.concatenate((before.prompt_ids, before.generation.output_ids))
-        where = f"{where}, completion {completion.id} after {before.id}"
-        _differ(completion.prompt_ids[: len(recorded)], recorded, where, decode)
+def _check_chain(trained: Sequence[Completion], parents: Parents, where: str, decode: Decode | None) -> None:
+    """Each completion's prompt begins with the one before, so that the trace, which holds the last, holds them all.
+
+    Between ancestors that is known: their tokens were compared when the parents were found.
+    """
+    ancestor: Completion | None = trained[-1]
+    for before, completion in reversed([*pairwise(trained)]):
+        while ancestor is not None and ancestor is not before:
+            ancestor = parents[ancestor.id]
+        if (ancestor is None or before is completion) and not extends(completion.prompt_ids, before):
+            recorded = np.concatenate((before.prompt_ids, before.generation.output_ids))
+            where = f"{where}, completion {completion.id} after {before.id}"
+            _differ(completion.prompt_ids[: len(recorded)], recorded, where, decode)
 
 
 def _differ(got: TokenIds, recorded: TokenIds, where: str, decode: Decode | None) -> None:
@@ -116,29 +129,99 @@ def _at(ids: TokenIds, position: int) -> str:
     return f"id {ids[position]}" if position < len(ids) else "the end"
 
 
+# --- mask and log-probabilities --------------------------------------------------------------------------------------
+
+
+def _check_trained(trace: Trace, trained: Sequence[Completion], plan: Plan, where: str) -> None:
+    """Mask and log-probabilities: right within each output, and nothing left over outside of all."""
+    start, length = len(trace.prompt_ids), len(trace.response_ids)
+    logprobs, edges, nonzero, right = trace.response_logprobs, list[int](), 0, True
+    for completion in trained:
+        recorded, begin = completion.generation.logprobs, completion.prompt_ids.size - start
+        end = begin + recorded.size if completion is not trained[-1] else length
+        if begin < 0 or end > length:
+            raise MergeError(f"{where}, completion {completion.id}: its output does not lie within the response")
+        edges += (begin, end)
+        recorded = recorded[: end - begin]
+        right = right and logprobs[begin:end].tobytes() == recorded.tobytes()
+        nonzero += np.count_nonzero(recorded)
+    finite = bool(np.isfinite(logprobs.sum(dtype=np.float64)))
+    if right and finite and nonzero == np.count_nonzero(logprobs) and _marks(trace.loss_mask, edges):
+        return
+    _find_untrained_difference(trace, trained, where)
+
+
+def _marks(mask: NDArray[np.bool_], edges: Sequence[int]) -> bool:
+    """Whether the mask is True between each pair of edges and False elsewhere."""
+    told = np.array(edges, np.int64)
+    if (np.diff(told) < 0).any():
+        return False
+    inner = told[1:-1].reshape(-1, 2)
+    right = np.concatenate((told[:1], inner[inner[:, 0] != inner[:, 1]].ravel(), told[-1:]))  # those that touch are one
+    changes = np.flatnonzero(mask[1:] != mask[:-1]) + 1
+    ends = ([0] if mask[0] else [], [len(mask)] if mask[-1] else [])
+    return np.array_equal(np.concatenate((ends[0], changes, ends[1])), right)
+
+
+def _find_untrained_difference(trace: Trace, trained: Sequence[Completion], where: str) -> None:
+    """The slow way, which says where."""
+    start, length = len(trace.prompt_ids), len(trace.response_ids)
+    loss_mask, logprobs = np.zeros(length, np.bool_), np.zeros(length, np.float32)
+    for completion in trained:
+        begin = len(completion.prompt_ids) - start
+        recorded = completion.generation.logprobs[: length - begin]
+        loss_mask[begin : begin + len(recorded)] = True
+        logprobs[begin : begin + len(recorded)] = recorded
+    _check_equal(trace.loss_mask, loss_mask, f"{where}: loss mask")
+    if not np.isfinite(logprobs).all():
+        at = int(np.flatnonzero(~np.isfinite(logprobs))[0])
+        raise MergeError(f"{where}: log-probability at response token {at} is {logprobs[at]}: it cannot be trained")
+    _check_equal(trace.response_logprobs, logprobs, f"{where}: log-probability")
+
+
 def _check_equal(got: NDArray[Any], right: NDArray[Any], what: str) -> None:
     if not np.array_equal(got, right):
         at = int(np.flatnonzero(got != right)[0])
         raise MergeError(f"{what} at response token {at} is {got[at]}, but {right[at]} is right")
 
 
-def _check_ends(trace: Trace, trained: Sequence[Completion], where: str) -> None:
-    versions = version_spans(trained, len(trace.prompt_ids), len(trace.response_ids))
-    if trace.versions != versions:
-        raise MergeError(f"{where}: weight versions are {_told(trace.versions)}, but {_told(versions)} is right")
-    reason = trained[-1].generation.finish_reason
-    if trace.finish_reason is not reason:
-        raise MergeError(f"{where}: finish reason is {trace.finish_reason}, but {reason} is right")
+# --- replay data, and each token once --------------------------------------------------------------------------------
+
+
+def _check_replay(trace: Trace, trained: Sequence[Completion], parents: Parents, where: str) -> None:
+    """Experts and choices of tokens are the recorded ones, for each token or not at all."""
+    start, length = len(trace.prompt_ids), len(trace.response_ids)
+    pieces = routing_pieces(trained[-1], parents, start + length - 1)
+    rows = sum(map(len, pieces or ()))
+    if (trace.routing is None) != (not pieces) or (trace.routing is not None and len(trace.routing) != rows):
+        got, right = ("no" if one is None else f"{one}" for one in (_length(trace.routing), rows if pieces else None))
+        raise MergeError(f"{where} has {got} rows of experts, but {right} are right: a trace's tokens less one")
+    position = 0
+    for piece in pieces or ():
+        assert trace.routing is not None
+        if not np.array_equal(trace.routing[position : position + len(piece)], piece):
+            raise MergeError(f"{where}: the experts of tokens {position} to {position + len(piece)} are not those told")
+        position += len(piece)
+    right = nucleus(trained, start, length)
+    if (trace.nucleus is None) != (right is None):
+        raise MergeError(f"{where}: choices of tokens are {'missing' if right else 'told, but were not recorded'}")
+    if trace.nucleus is not None and right is not None:
+        _check_equal(trace.nucleus.offsets[1:], right.offsets[1:], f"{where}: end of the choices")
+        _check_equal(trace.nucleus.ids, right.ids, f"{where}: choice of tokens, counted from the first,")
+
+
+def _length(array: NDArray[Any] | None) -> int | None:
+    return None if array is None else len(array)
 
 
 def _told(versions: Sequence[VersionSpan]) -> str:
     return " ".join(f"{span.version!r}x{span.count}" for span in versions) or "none"
 
 
-def _check_once(traces: Sequence[Trace], session: CompletionSession, left_out: Mapping[str, Untrained]) -> None:
+def _check_once(traces: Sequence[Trace], session: CompletionSession, plan: Plan) -> None:
     times = Counter(name for trace in traces for name in trace.completion_ids)
     for completion in session.completions:
-        tokens, reason = len(completion.generation.output_ids), left_out.get(completion.id)
+        tokens, reason = len(completion.generation.output_ids), plan.left_out.get(completion.id)
         if times[completion.id] > 1:
             raise MergeError(
                 f"completion {completion.id} ({tokens} tokens) is trained in {times[completion.id]} traces"

@@ -3,85 +3,113 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import numpy as np
 
-from ..records import Completion, CompletionSession, JSONObject, Message, TokenIds, Tool, Trace, VersionSpan
-from .chains import Chain, parents_of
-from .untrained import Policy, Untrained, untrained
+from ..records import (
+    Completion,
+    CompletionSession,
+    FinishReason,
+    JSONObject,
+    Message,
+    TokenIds,
+    Tool,
+    Trace,
+    VersionSpan,
+)
+from .chains import Chain
+from .plan import Plan
+from .replay import nucleus, routing
+from .untrained import Policy, Untrained
 
 
-def trace(chain: Chain, left_out: Mapping[str, Untrained]) -> Trace | None:
+def trace(chain: Chain, plan: Plan) -> Trace | None:
     """One trace of a chain; None where nothing of it is trained.
 
     It reaches from the first trained completion to the last: the tokens are the last one's prompt ‖ output, and what
-    each completion sampled is trained there unless `left_out`. Costs 9 bytes a response token; the prompt is a view.
+    each completion sampled is trained there unless it is left out; what is not trained in between stays as context.
+    Costs 9 bytes a response token, and as many as there are of replay data; the prompt is a view.
     """
-    kept = _kept(chain, left_out)
-    if not kept:
+    trained = [completion for completion in chain if plan.trained(completion)]
+    if not trained:
         return None
-    trained = [c for c in kept if c.id not in left_out and len(c.generation.output_ids)]
-    first, last = kept[0], kept[-1]
-    start, length = len(first.prompt_ids), last.length - len(first.prompt_ids)
-    response = np.concatenate((last.prompt_ids[start:], last.generation.output_ids), dtype=np.int32)
+    first, last = trained[0], trained[-1]
+    sampled = plan.policy.trained_output(last)
+    start, turn = first.prompt_ids.size, last.prompt_ids.size
+    length = turn + sampled - start
+    response = np.empty(length, np.int32)
+    response[: turn - start], response[turn - start :] = last.prompt_ids[start:], last.generation.output_ids[:sampled]
     loss_mask, logprobs = np.zeros(length, np.bool_), np.zeros(length, np.float32)
     for completion in trained:
-        begin, end = len(completion.prompt_ids) - start, completion.length - start
+        recorded, begin = completion.generation.logprobs, completion.prompt_ids.size - start
+        end = begin + recorded.size
         loss_mask[begin:end] = True
-        logprobs[begin:end] = completion.generation.logprobs
+        logprobs[begin:end] = recorded if end <= length else recorded[:sampled]
     for array in (response, loss_mask, logprobs):
         array.flags.writeable = False
     versions = version_spans(trained, start, length)
+    kept = chain[chain.index(first) : chain.index(last) + 1]
     return Trace(
         prompt_ids=first.prompt_ids,
         response_ids=response,
         loss_mask=loss_mask,
         response_logprobs=logprobs,
-        finish_reason=last.generation.finish_reason,
+        finish_reason=finish_reason(last, plan.policy),
         versions=versions,
         role=first.role,
         completion_ids=tuple([completion.id for completion in trained]),
         prompt_messages=first.request.messages,
         response_messages=_response_messages(kept),
         tools=first.request.tools,
-        metadata=_metadata(chain, left_out, versions),
+        metadata=_metadata(chain, plan, versions),
+        routing=routing(last, plan.parents, start + length - 1),
+        nucleus=nucleus(trained, start, length),
     )
 
 
-def _kept(chain: Chain, left_out: Mapping[str, Untrained]) -> Chain:
-    """The chain from its first trained completion to its last; what is not trained in between stays as context."""
-    trained = [at for at, c in enumerate(chain) if c.id not in left_out and len(c.generation.output_ids)]
-    return chain[trained[0] : trained[-1] + 1] if trained else ()
+def finish_reason(last: Completion, policy: Policy) -> FinishReason:
+    """A completion that is split was cut by length."""
+    whole = policy.trained_output(last) == len(last.generation.output_ids)
+    return last.generation.finish_reason if whole else FinishReason.LENGTH
 
 
-def version_spans(trained: Iterable[Completion], start: int, length: int) -> tuple[VersionSpan, ...]:
+def version_spans(trained: Sequence[Completion], start: int, length: int) -> tuple[VersionSpan, ...]:
     """Run-length over the `length` response tokens from token `start` of the trace on.
 
     "" where nothing was trained or no version was told; empty where none was told at all.
     """
-    spans: list[tuple[str, int]] = []
-    position, told = start, False
+    if not any(completion.generation.versions for completion in trained):
+        return ()
+    spans: list[VersionSpan] = []
+    position = start
     for completion in trained:
-        generation = completion.generation
-        _append(spans, "", len(completion.prompt_ids) - position)
-        for span in generation.versions:
-            _append(spans, span.version, span.count)
-        if not generation.versions:
-            _append(spans, "", len(generation.output_ids))
-        told = told or bool(generation.versions)
-        position = completion.length
-    _append(spans, "", start + length - position)
-    return tuple(VersionSpan(version, count) for version, count in spans) if told else ()
+        begin, sampled = completion.prompt_ids.size, completion.generation.output_ids.size
+        if begin > position:
+            _append(spans, VersionSpan("", begin - position))
+        for span in completion.generation.versions or (VersionSpan("", sampled),):
+            _append(spans, span)
+        position = begin + sampled
+    if position != start + length:  # the last one is split
+        return first_spans(spans, length)
+    return tuple(spans)
 
 
-def _append(spans: list[tuple[str, int]], version: str, count: int) -> None:
-    if not count:
-        return
-    if spans and spans[-1][0] == version:
-        count += spans.pop()[1]
-    spans.append((version, count))
+def _append(spans: list[VersionSpan], span: VersionSpan) -> None:
+    if spans and spans[-1].version == span.version:
+        span = VersionSpan(span.version, spans.pop().count + span.count)
+    spans.append(span)
+
+
+def first_spans(spans: Sequence[VersionSpan], tokens: int) -> tuple[VersionSpan, ...]:
+    """Of the first `tokens` alone."""
+    kept: list[VersionSpan] = []
+    for span in spans:
+        if tokens > 0:
+            kept.append(span if span.count <= tokens else VersionSpan(span.version, tokens))
+        tokens -= span.count
+    return tuple(kept)
 
 
 def _response_messages(kept: Sequence[Completion]) -> tuple[Message, ...]:
@@ -93,54 +121,80 @@ def _response_messages(kept: Sequence[Completion]) -> tuple[Message, ...]:
     return tuple(messages)
 
 
-def _metadata(chain: Chain, left_out: Mapping[str, Untrained], versions: Sequence[VersionSpan]) -> JSONObject:
-    """Why the trace starts where it does, what was clipped off its end, and whether several weights sampled it."""
+def _metadata(chain: Chain, plan: Plan, versions: Sequence[VersionSpan]) -> JSONObject:
+    """Why the trace starts where it does, what was cut off its end, and whether several weights sampled it."""
     told: JSONObject = {}
-    if reason := chain[0].break_reason:
+    head = chain[0]
+    if reason := plan.breaks.get(head.id):
         told["break_reason"] = reason.value
-    if parent := chain[0].parent:
-        told["parent"] = parent
-    clipped = [c for c in chain if left_out.get(c.id) is Untrained.OVER_LENGTH]
-    if clipped:
-        told["clipped_tokens"] = sum(len(c.generation.output_ids) for c in clipped)
+    if parent := plan.parents[head.id]:
+        told["parent"] = parent.id
+    elif head.parent:
+        told["parent"] = head.parent
+    if clipped := sum(_beyond(completion, plan) for completion in chain):
+        told["clipped_tokens"] = clipped
     if len({span.version for span in versions if span.version}) > 1:
         told["mixed_versions"] = True
     return told
+
+
+def _beyond(completion: Completion, plan: Plan) -> int:
+    """How many of its sampled tokens are untrained for lying beyond the longest trace."""
+    limit = plan.policy.max_trace_tokens
+    if limit is None or completion.length <= limit:
+        return 0
+    reason = plan.left_out.get(completion.id)
+    if reason is None:
+        return len(completion.generation.output_ids) - plan.policy.trained_output(completion)
+    return len(completion.generation.output_ids) if reason is Untrained.OVER_LENGTH else 0
 
 
 def counts(session: CompletionSession, traces: Sequence[Trace], policy: Policy | None = None) -> dict[str, int]:
     """What became of every sampled token: `sampled_tokens` = `trained_tokens` + the sum of `untrained_<reason>`.
 
     `untrained_unexplained` counts what no reason covers: it is 0 with the policy of the builder that made the traces.
-    `delivered_tokens` are those that the harness got; `completions`, `empty_completions`, `traces`,
-    `mixed_version_traces`, `refuted_parents` (told, but the tokens say otherwise), `malformed_calls` and
-    `breaks_<reason>` count completions or traces; `prompt_tokens` and `context_tokens` (responses outside the mask) are
-    the trainer's. The session's own counts are kept.
+    `delivered_tokens` are those of answers that the harness got or went on from; `completions`, `empty_completions`,
+    `traces`, `mixed_version_traces`, `refuted_parents` (told, but the tokens say otherwise), `malformed_calls` and
+    `breaks_<reason>` count completions or traces; `unroutable_traces` lack experts although the engine told some;
+    `prompt_tokens` and `context_tokens` (responses outside the mask) are the trainer's. The session's own counts are
+    kept.
     """
-    parents = parents_of(session)
-    left_out = untrained(session, policy, parents)
-    extended = {parent.id for parent in parents.values() if parent}
+    plan = Plan.of(session, policy)
+    extended = {parent.id for parent in plan.parents.values() if parent}
     trained = {name for trace in traces for name in trace.completion_ids}
     told = Counter(completions=len(session.completions), traces=len(traces))
-    told.update(sampled_tokens=0, trained_tokens=0, delivered_tokens=0, empty_completions=0)
+    told.update(sampled_tokens=0, delivered_tokens=0, empty_completions=0)
     for completion in session.completions:
         tokens = len(completion.generation.output_ids)
         told["sampled_tokens"] += tokens
-        if tokens:
-            told[f"untrained_{left_out.get(completion.id, 'unexplained')}" if completion.id not in trained
-                 else "trained_tokens"] += tokens  # fmt: skip
-        else:
+        if not tokens:
             told["empty_completions"] += 1
+        elif completion.id not in trained:
+            told[f"untrained_{plan.left_out.get(completion.id, 'unexplained')}"] += tokens
+        elif beyond := _beyond(completion, plan):
+            told[f"untrained_{Untrained.OVER_LENGTH}"] += beyond
         if completion.id in extended or session.delivered(completion):
             told["delivered_tokens"] += tokens
-        if completion.break_reason:
-            told[f"breaks_{completion.break_reason}"] += 1
-        told["refuted_parents"] += bool(completion.parent) and parents[completion.id] is None
+        if reason := plan.breaks.get(completion.id):
+            told[f"breaks_{reason}"] += 1
+        told["refuted_parents"] += bool(completion.parent) and plan.parents[completion.id] is None
         told["malformed_calls"] += completion.malformed_calls
+    told["trained_tokens"] = sum(trace.trained for trace in traces)
     told["prompt_tokens"] = sum(len(trace.prompt_ids) for trace in traces)
     told["context_tokens"] = sum(len(trace.response_ids) - trace.trained for trace in traces)
     told["mixed_version_traces"] = sum("mixed_versions" in trace.metadata for trace in traces)
+    if any(completion.generation.routing for completion in session.completions):
+        told["unroutable_traces"] = sum(trace.routing is None for trace in traces)
     return {**session.counts, **told}
+
+
+def unbuilt(session: CompletionSession | None, reason: str) -> dict[str, int]:
+    """The counts of a session of which no trace is made: every sampled token is `untrained_REASON`."""
+    completions = session.completions if session else ()
+    delivered = [len(c.generation.output_ids) for c in completions if session and session.delivered(c)]
+    sampled = sum(len(completion.generation.output_ids) for completion in completions)
+    told = {"completions": len(completions), "sampled_tokens": sampled, "delivered_tokens": sum(delivered)}
+    return {**(session.counts if session else {}), **told, f"untrained_{reason}": sampled}
 
 
 def trace_json(trace: Trace) -> JSONObject:

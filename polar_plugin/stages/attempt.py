@@ -34,17 +34,18 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import TypeVar, cast
 
 import anyio
 import anyio.to_thread
 
-from ..errors import ConfigError, EvaluationError, PolarError
+from ..errors import ConfigError, EvaluationError, MergeError, PolarError
 from ..evaluators.base import Finished
 from ..harnesses.base import Launch
+from ..merge.traces import unbuilt
 from ..records import Attempt, CompletionSession, Evaluation, Failure, Status, Trace, Trajectory
 from ..runtimes.base import ExecResult, Runtime
 from .parts import Budgets, Observer, OpenSession, Parts, Sessions, Stages
@@ -55,6 +56,8 @@ from .versions import doubts
 from .watch import Watchdog
 
 __all__ = ["Budgets", "OpenSession", "Parts", "Script", "Sessions", "Stages", "rewarded", "run_attempt"]
+
+T = TypeVar("T")
 
 _log = logging.getLogger("polar_plugin.stages")
 _LARGE = 200_000
@@ -135,11 +138,7 @@ class Script:
 
     def cut_short(self, status: Status, failure: Failure) -> Trajectory:
         """What there was when it was cancelled; tokens that were sampled are counted as `untrained_STATUS`."""
-        session = self._so_far.session
-        completions = session.completions if session else ()
-        lost = sum(len(completion.generation.output_ids) for completion in completions)
-        tokens = {**session.counts} if session else {}
-        tokens |= {"completions": len(completions), "sampled_tokens": lost, f"untrained_{status}": lost}
+        tokens = unbuilt(self._so_far.session, status.value)
         cut = replace(self._so_far, status=status, failure=failure, traces=(), evaluation=None, tokens=tokens)
         return cut.trajectory(self.attempt)
 
@@ -221,18 +220,23 @@ class Script:
                 await self._evaluate(session, artifact)
 
     async def _build(self, session: CompletionSession) -> None:
+        """Until it is done, and where it fails, all that was sampled is untrained for that reason."""
+        self._so_far.tokens = unbuilt(session, "build_failed")
+        large = sum(completion.length for completion in session.completions) >= _LARGE
         with self._timed("build", self._budgets.build):
-            if sum(completion.length for completion in session.completions) < _LARGE:
-                built = self._built(session)
-            else:
-                built = await anyio.to_thread.run_sync(self._built, session, abandon_on_cancel=True)
-        self._so_far.traces, self._so_far.tokens = built
+            try:
+                built = await _work(large, lambda: self._parts.builder.build(session))
+                traces = tuple(await built if isinstance(built, Awaitable) else built)
+                tokens = await _work(large, lambda: self._verified(traces, session))
+            except MergeError:
+                self._so_far.counts["merge_errors"] += 1
+                raise
+        self._so_far.traces, self._so_far.tokens = traces, tokens
 
-    def _built(self, session: CompletionSession) -> tuple[tuple[Trace, ...], Mapping[str, int]]:
-        traces = self._parts.builder.build(session)
+    def _verified(self, traces: tuple[Trace, ...], session: CompletionSession) -> Mapping[str, int]:
         if self._parts.check:
             self._parts.check(traces, session)
-        return traces, self._parts.count(session, traces)
+        return self._parts.count(session, traces)
 
     async def _evaluate(self, session: CompletionSession, artifact: bytes) -> None:
         so_far = self._so_far
@@ -313,6 +317,11 @@ class Script:
         self._so_far.failure = failure_of(self.state, error)
         if isinstance(error, _OverBudget):
             self._so_far.failure = Failure(self.state, f"{self.state}_timeout", str(error))
+
+
+async def _work(large: bool, work: Callable[[], T]) -> T:
+    """Large work leaves the event loop."""
+    return await anyio.to_thread.run_sync(work, abandon_on_cancel=True) if large else work()
 
 
 def _alone(error: Exception) -> Exception:

@@ -323,7 +323,7 @@ CLIS: tuple[CLI, ...] = (
         "openai-completions",
         _OPENCODE,
         _OPENCODE_EXPECTS,
-        tight_context=60_000,
+        tight_context=40_000,
     ),
     CLI(
         "mini-swe-agent",

@@ -7,7 +7,7 @@ from typing import Any
 
 from anthropic.types import RawMessageStreamEvent
 
-from .anthropic_oracle import exactly
+from .oracle import exactly
 
 LONGEST = 1024
 """Characters of one delta."""

@@ -30,6 +30,9 @@ from polar_plugin.records import (
 POLAR = {"engine": {"kind": "scripted"}, "task": {"agent": {"harness": "shell", "command": "true"}}}
 
 
+COUNTS = {"completions": 2, "sampled_tokens": 8, "delivered_tokens": 8, "trained_tokens": 4, "untrained_side": 4}
+
+
 def trace(trained: int = 4, *, prompt: int = 3, context: int = 0, start: int = 10, **told: Any) -> Trace:
     """`prompt` prompt tokens, then `context` response tokens that are not trained, then `trained` that are."""
     length = context + trained
@@ -63,7 +66,7 @@ def trajectory(
         return Trajectory(attempt, status, failure=Failure("init", "SandboxError", "no space left"), timings=timings)
     built = tuple(trace() for _ in range(traces)) if isinstance(traces, int) else tuple(traces)
     evaluation = None if reward is None else Evaluation(reward, trace_rewards)
-    return Trajectory(attempt, status, built, evaluation, exit_code=0, timings=timings, counts={"completions": 2})
+    return Trajectory(attempt, status, built, evaluation, exit_code=0, timings=timings, counts=COUNTS)
 
 
 Outcome = Callable[[Attempt], Trajectory]

@@ -77,6 +77,8 @@ def test_a_sample_says_all_that_slime_and_its_users_read() -> None:
             "builder": "prefix_merging",
             "status": "completed",
             "excluded": "",
+            "delivered_fraction": 1.0,
+            "trained_fraction": 0.5,
             "role": "sub_agent",
             "break_reason": "new_thread",
             "trace": 0,
@@ -241,6 +243,7 @@ def test_metrics_count_sessions_not_traces() -> None:
     assert (told["traces"], told["trained_tokens"], told["context_tokens"]) == (7 / 4, 7.0, (5 * 3 + 3 + 3 + 2) / 4)
     assert (told["status/completed"], told["status/infra_error"], told["excluded"]) == (0.75, 0.25, 0.25)
     assert (told["dropped/sessions"], told["count/completions"]) == (1, 6)
+    assert (told["delivered_fraction"], told["trained_fraction"]) == (1.0, 0.5)  # of sessions that sampled anything
     assert (told["uninformative_groups"], told["pass@1"], told["pass@2"]) == (0.5, 0.25, 0.5)
     assert told["seconds/agent"] == 5.0
     assert told["rollout/service/attempts"] == 4

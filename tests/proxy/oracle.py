@@ -1,10 +1,10 @@
-"""What Anthropic's own models say of a JSON text, without their leniency: no coercion, no unknown field anywhere."""
+"""What an SDK's own models say of a JSON text, without their leniency: no coercion, no unknown field anywhere."""
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 
 from pydantic import BaseModel, TypeAdapter
@@ -12,8 +12,13 @@ from pydantic import BaseModel, TypeAdapter
 
 def exactly(model: Any, data: bytes | str) -> Any:
     """`data` as the SDK's `model`. Raises ValueError where a field is wrong, missing or not the API's."""
+    return exactly_but(frozenset(), model, data)
+
+
+def exactly_but(known: Set[str], model: Any, data: bytes | str) -> Any:
+    """As `exactly`; `known` are paths of fields that clients read beside the API's."""
     value = _adapter(model).validate_json(_without_lone_surrogates(data), strict=True)
-    unknown = sorted(unknown_fields(value))
+    unknown = sorted(set(unknown_fields(value)) - known)
     if unknown:
         raise ValueError(f"fields that the API does not have: {unknown}")
     return value
