@@ -76,7 +76,7 @@ class Ran:
     def elsewhere(self) -> int | None:
         """How often the program reached for another host; None where it was killed and so left no note."""
         evaluation = self.trajectory.evaluation
-        note = str(evaluation.report["output"]) if evaluation else ""
+        note = str(evaluation.report.get("output", "")) if evaluation else ""
         return reached(note) if "Ip:" in note else None
 
     @property

@@ -151,37 +151,6 @@ async def test_case_101_a_program_that_reads_its_input_to_the_end_ends(name: str
     assert (result.exit_code, result.stdout.split()) == (0, [str(len(prompt)).encode()]), result.text
 
 
-@pytest.mark.parametrize(
-    ("name", "result"),
-    [
-        ("claude_code", '{"duration_api_ms":1309,"session_id":"1","usage":{"input_tokens":3},"type":"result"}'),
-        ("claude_code", '{"type":"result","subtype":"success","result":"Done."}'),
-        ("codex", '{"type":"turn.completed","usage":{"input_tokens":10791}}'),
-        ("gemini_cli", '  "response": "Done.",'),
-        ("qwen_code", '[{"type":"system","subtype":"init"},{"type":"result"}]'),
-    ],
-)
-def test_case_85_the_line_that_a_program_ends_with_is_known(name: str, result: str) -> None:
-    assert re.search(launched(name).finished, result)
-
-
-@pytest.mark.parametrize(
-    ("name", "line"),
-    [
-        ("claude_code", "Done."),
-        ("codex", '{"type":"turn.started"}'),
-        (
-            "codex",
-            '{"type":"item.completed","item":{"type":"agent_message","text":"{\\"type\\":\\"turn.completed\\"}"}}',
-        ),
-        ("gemini_cli", "  response"),
-        ("qwen_code", "[WARN] no sandbox"),
-    ],
-)
-def test_another_line_is_not_taken_for_it(name: str, line: str) -> None:
-    assert not re.search(launched(name).finished, line)
-
-
 def test_a_start_without_a_root_relies_on_path() -> None:
     assert start(("pi", "--model", "a b"), None) == "exec pi --model 'a b'\n"
 
@@ -193,11 +162,13 @@ LAST_LINES = {
     ),
     "codex": ('{"type":"turn.completed","usage":{"input_tokens":10790}}',),
     "gemini_cli": ('  "session_id": "b42aa3eb",',),
-    "qwen_code": ('[{"type":"system","subtype":"init"},{"type":"result","result":"Done."}]',),
     "opencode": ('{"type":"step_finish","part":{"id":"prt_22b62bb9","reason":"stop","type":"step-finish"}}',),
     "pi": ('{"type":"agent_settled","aborted":false}', '{"type":"agent_end","messages":[],"willRetry":false}'),
 }
-"""What the tested versions print when they are done; mini-swe-agent prints for people, and ends."""
+"""What the tested versions print when they are done; mini-swe-agent prints for people, and ends.
+
+Qwen Code ends too, but on a busy machine long after its result: to be ended for that would cost its exit code.
+"""
 EARLIER_LINES = (
     "",
     "{",
