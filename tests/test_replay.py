@@ -40,8 +40,9 @@ from polar_plugin.testing import (
 from . import tokenizers
 from .recorded.replay import replay
 
-NAMES = {"invalid": "opencode-1.18.33/funknown", "again": "qwen-code-0.24.4/flen", "plain": "pi-1.6.0/basic"}
-"""opencode renames a call that it cannot run; Qwen Code asks again after an answer that was cut; Pi breaks nothing."""
+NAMES = {"reminded": "claude-code-2.1.332/fempty", "again": "qwen-code-0.24.4/flen", "plain": "pi-1.6.0/basic"}
+"""Claude Code adds a reminder to the task after an empty answer; Qwen Code asks again after an answer that was cut;
+Pi breaks nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -69,15 +70,16 @@ def told(*arguments: object, code: int = 0) -> str:
 # --- explain ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_renamed_call_is_explained_with_the_words_on_both_sides(sessions: Path) -> None:
-    text = told("explain", sessions / "invalid.jsonl.gz")
-    assert "4 calls, 2 traces, 2 breaks; 62 tokens sampled, 100.0% delivered, 95.2% trained" in text
-    assert "not trained: side 3" in text
-    renamed = text[text.index("assistant_rewritten") :]
-    assert "changed by:      the harness: message 2 (assistant): tool_calls differs: 'no_such_tool(" in renamed
-    assert 'before "no_such_tool' in renamed
-    assert 'now    "invalid' in renamed
-    assert "harnesses/noise.py" in renamed
+def test_a_changed_message_is_explained_with_the_words_on_both_sides(sessions: Path) -> None:
+    text = told("explain", sessions / "reminded.jsonl.gz")
+    assert "3 calls, 2 traces, 1 breaks; 47 tokens sampled, 100.0% delivered, 100.0% trained" in text
+    changed = text[text.index("history_rewritten") :]
+    assert (
+        "changed by:      the harness: message 1 (user): content differs: '…lo.txt that contains hi.' became" in changed
+    )
+    assert 'before ".<|im_end|>' in changed
+    assert 'now    ".\\n\\n<system-reminder>' in changed
+    assert "masking" in changed
 
 
 def test_an_answer_that_was_asked_for_again_is_not_trained_and_says_what_would_train_it(sessions: Path) -> None:
@@ -93,20 +95,20 @@ def test_an_answer_that_was_asked_for_again_is_not_trained_and_says_what_would_t
 def test_a_directory_becomes_one_page(sessions: Path) -> None:
     page = told("explain", sessions, "--format", "html")
     assert page.count("<section>") == 3
-    assert "no_such_tool" in page
+    assert "&lt;system-reminder&gt;" in page
     assert "<script" not in page
 
 
 def test_a_tokenizer_that_is_not_here_shows_ids_and_one_of_another_model_is_refused(
     sessions: Path, tmp_path: Path
 ) -> None:
-    session = load(sessions / "invalid.jsonl.gz").session
+    session = load(sessions / "reminded.jsonl.gz").session
     record(tmp_path / "a.jsonl", session, Header("a", tokenizer={"name": "/no/such/directory"}))
     record(tmp_path / "b.jsonl", session, Header("b"))
     assert "'/no/such/directory' is not on this machine" in told("explain", tmp_path / "a.jsonl")
     assert "the recording names no tokenizer" in told("explain", tmp_path / "b.jsonl")
     shown = told("explain", tmp_path / "b.jsonl", "--tokenizer", tokenizers.load("qwen3"))
-    assert 'now    "invalid' in shown
+    assert 'now    ".\\n\\n<system-reminder>' in shown
     refused = told("explain", tmp_path / "b.jsonl", "--tokenizer", tokenizers.load("llama3_1"), code=2)
     assert "has the token 151" in refused.replace("\n", " ")
 
@@ -210,27 +212,27 @@ def test_builders_that_must_be_awaited_are(sessions: Path) -> None:
 
 
 def test_assertions_hold_on_what_is(sessions: Path) -> None:
-    again, invalid, plain = recorded(sessions)
-    assert [one.name for one in (again, invalid, plain)] == ["again", "invalid", "plain"]
+    again, plain, reminded = recorded(sessions)
+    assert [one.name for one in (again, plain, reminded)] == ["again", "plain", "reminded"]
     assert_traces(again, [[2, 3]])
-    assert_traces(invalid, 2)
+    assert_traces(reminded, 2)
     assert_fractions(again, delivered=1.0, trained=0.9)
-    assert_breaks(invalid, first_call=1, new_thread=1, assistant_rewritten=1)
+    assert_breaks(reminded, first_call=1, history_rewritten=1)
     assert_untrained(again, discarded=5)
     assert_untrained(plain)
     assert_masks(plain, [mask_runs(trace) for trace in plain.traces])
 
 
 def test_assertions_that_fail_show_the_words_that_they_are_about(sessions: Path) -> None:
-    again, invalid, plain = recorded(sessions)
+    again, plain, reminded = recorded(sessions)
     with pytest.raises(AssertionError, match="traces train the calls #2-#3, expected 3") as shown:
         assert_traces(again, 3)
     assert "asked_again" in str(shown.value)
     with pytest.raises(AssertionError, match=r"of the tokens are trained, not 0\.99"):
         assert_fractions(again, trained=0.99)
     with pytest.raises(AssertionError, match="break reasons are") as shown:
-        assert_breaks(invalid, first_call=1)
-    assert 'now    "invalid' in str(shown.value)
+        assert_breaks(reminded, first_call=1)
+    assert "<system-reminder>" in str(shown.value)
     with pytest.raises(AssertionError, match=r"untrained tokens are \{'discarded': 5\}, expected \{\}"):
         assert_untrained(again)
     trained, context, last = mask_runs(plain.traces[0])
