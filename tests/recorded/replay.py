@@ -188,7 +188,7 @@ async def replay(name: str, renderer: Renderer, tokenizer: Any, voice: Voice = s
     statuses: list[int] = []
     async with (
         Proxy(ProxyConfig(header_grace_seconds=PATIENCE)).serving() as proxy,
-        aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as http,  # broken streams end it
+        aiohttp.ClientSession() as http,
         proxy.session("s", conversation) as session,
     ):
         for recorded in exchanges:
