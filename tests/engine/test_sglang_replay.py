@@ -1,4 +1,4 @@
-"""Experts and choices of tokens as SGLang tells them: only what is new, joined over re-issued calls, refused if short."""
+"""Experts and choices of tokens as SGLang tells them: only what is new, joined over re-issues, refused if short."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def instead(**meta: Any) -> Any:
         (without("output_token_sampling_mask"), "use an SGLang with return_sampling_mask"),
         (
             instead(routed_experts=base64.b64encode(bytes(4 * 7)).decode()),
-            "7 experts, which is no multiple of 6 tokens",
+            "7 experts, which is no multiple of 6",
         ),
         (instead(routed_experts=[-1] * 12), "experts from -1 to -1: such there are not"),
         (instead(routed_experts_start_len=1), "asked for from token 0 but begin at 1"),
@@ -137,6 +137,7 @@ async def test_what_is_missing_or_does_not_fit_is_an_error_that_says_what_to_set
         await sample(engine, 4)
 
 
-async def test_a_server_that_tells_no_experts_fails_the_probe(engine: SGLangEngine) -> None:
+async def test_a_server_that_tells_no_experts_fails_the_probe(engine: SGLangEngine, fake: FakeSGLang) -> None:
+    fake.answers.append(without("routed_experts"))
     with pytest.raises(EngineError, match="--enable-return-routed-experts"):
         await engine.probe()

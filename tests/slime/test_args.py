@@ -111,7 +111,7 @@ def test_right_arguments_pass() -> None:
         ({"use_rollout_routing_replay": True}, "set --num-layers and --moe-router-topk"),
         (
             {"use_rollout_routing_replay": True, "polar": POLAR},
-            "leave out --use-rollout-routing-replay: the engine 'sc",
+            "leave out --use-rollout-routing-replay: the engine",
         ),
         ({"over_sampling_batch_size": 8}, "leave out --over-sampling-batch-size"),
         ({"dynamic_sampling_filter_path": "a.b"}, "leave out --dynamic-sampling-filter-path"),
