@@ -188,8 +188,8 @@ def made_up_nucleus(output_ids: TokenIds) -> Nucleus:
     """One to three choices a token, itself among them."""
     counts = 1 + output_ids % 3
     offsets = np.concatenate(([0], np.cumsum(counts)))
-    within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)
-    return Nucleus(token_ids(np.repeat(output_ids, counts) + within), token_ids(offsets))
+    ids = [token + more for token in output_ids.tolist() for more in range(1 + token % 3)]
+    return Nucleus(token_ids(np.array(ids, np.int32)), token_ids(offsets))
 
 
 def _encoder(encode: Any) -> Encoder:

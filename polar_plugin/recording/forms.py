@@ -205,7 +205,8 @@ def header_of(line: JSONObject) -> Header:
     if line.get("version") != VERSION:
         raise RecordingError(f"has version {line.get('version')!r}; this release reads version {VERSION}")
     told = _known(Header, line)
-    return Header(**{**told, "end_of_turn": tuple(told.get("end_of_turn") or ())})
+    told["end_of_turn"] = tuple(told.get("end_of_turn") or ())
+    return Header(**told)
 
 
 def end_of(line: JSONObject) -> End:
