@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from ..harnesses import noise, roles
 from ..records import BreakReason, ChatRequest, Completion, Message, Role, Tool
 from . import breaks
-from .meaning import Digest, Meaning, Unit, alike, merged, said, tools_digest
+from .meaning import Meaning, Unit, alike, merged, said, tools_digest
 from .ties import Step, told_apart
 from .tree import Key, Line, Node
 
@@ -27,6 +27,8 @@ _BETWEEN = ("", "\n", "\n\n", " ")  # what programs put between the texts of two
 class Place:
     """Where a request stands in its session."""
 
+    request: ChatRequest
+    """The request, with what was told before as the very objects that told it: a session keeps each text once."""
     role: Role
     parent: Completion | None = None
     """The deepest completion whose messages and reply begin the request."""
@@ -62,11 +64,13 @@ class History:
     def find(self, request: ChatRequest) -> Place:
         """Where `request` stands. Nothing is kept of it but what makes the next look-up cheap."""
         line = self._line(request.messages, request.tools)
+        request = replace(request, messages=line.messages, tools=line.tools)
         for position in range(len(line.path) - 1, -1, -1):
             if candidates := self._candidates(line, position):
                 return self._continuing(request, line, candidates, position)
         if again := self._asked(line, ""):
-            return Place(roles.told(request) or again.role, None, request.messages, again.break_reason, again)
+            role = roles.told(request) or again.role
+            return Place(request, role, None, request.messages, again.break_reason, again)
         return self._beginning(request, line)
 
     def add(self, completion: Completion, place: Place | None = None) -> None:
@@ -102,9 +106,9 @@ class History:
         parent = told_apart(candidates, self._steps(line, candidates, position), request.thread, self._delivered)
         role = self._role_behind(request, parent or candidates[-1])
         if parent is None:
-            place = Place(role, None, request.messages, BreakReason.BOUNDARY_UNKNOWN)
+            place = Place(request, role, None, request.messages, BreakReason.BOUNDARY_UNKNOWN)
         else:
-            place = Place(role, parent, request.messages[line.units[position].stop :])
+            place = Place(request, role, parent, request.messages[line.units[position].stop :])
         return replace(place, again=self._asked(line, parent.id if parent else ""))
 
     def _steps(self, line: Line, candidates: list[Completion], position: int) -> Iterator[Step]:
@@ -128,19 +132,18 @@ class History:
     def _beginning(self, request: ChatRequest, line: Line) -> Place:
         told = roles.told(request)
         if not self._completions:
-            return Place(
-                told or roles.thread_role(request) or Role.MAIN, None, request.messages, BreakReason.FIRST_CALL
-            )
+            role = told or roles.thread_role(request) or Role.MAIN
+            return Place(request, role, None, request.messages, BreakReason.FIRST_CALL)
         if told is Role.COMPACTION:
-            return Place(told, None, request.messages, BreakReason.COMPACTION)
+            return Place(request, told, None, request.messages, BreakReason.COMPACTION)
         if told is None and (summary := self._summarised(request, line)):
             role = self._role_behind(request, summary)
-            return Place(role, None, request.messages, BreakReason.COMPACTION)
+            return Place(request, role, None, request.messages, BreakReason.COMPACTION)
         threads = [breaks.Thread(key, [root, *root.path(line.units[1:])]) for key, root in self._roots.items()]
         found = breaks.nearest(line, threads)
         reason = breaks.why(line, found, request.thread in ("", *self._latest), self._delivered)
         role = told or roles.thread_role(request) or self._role_of(reason, found)
-        return Place(role, None, request.messages, reason)
+        return Place(request, role, None, request.messages, reason)
 
     def _summarised(self, request: ChatRequest, line: Line) -> Completion | None:
         summaries, root = self._summaries.get(request.thread, ()), self._roots.get(line.key)
@@ -169,7 +172,7 @@ class History:
 
     # --- the request in the tree --------------------------------------------------------------------------------------
 
-    def _line(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Line:
+    def _line(self, messages: tuple[Message, ...], tools: tuple[Tool, ...]) -> Line:
         """The digests of a request and the nodes they lead to; those of the most similar request as far as it goes."""
         best, shared = None, 0
         for line in self._lines:
@@ -178,10 +181,13 @@ class History:
                 return line
             if (count := _shared(line.messages, messages)) > shared:
                 best, shared = line, count
+        messages = (*best.messages[:shared], *messages[shared:]) if best else messages
         units = _kept(best, messages, shared) if best else []
         known = len(units)
         units += self._meaning.units(messages, units[-1].stop if units else 0)
-        key = (self._tools_digest(tools), units[0].digest)
+        described = next((line for line in self._lines if line.tools == tools), None)
+        tools = described.tools if described else tools
+        key = (described.key[0] if described else tools_digest(tools), units[0].digest)
         line = Line(messages, tools, units, key, [])
         line.path = self._walk(line, best.path[:known] if best and best.key == key else [])
         extended = best if best and shared == len(best.messages) else None
@@ -192,9 +198,6 @@ class History:
         if not path and (root := self._roots.get(line.key)):
             path = [root]
         return [*path, *path[-1].path(line.units[len(path) :])] if path else path
-
-    def _tools_digest(self, tools: Sequence[Tool]) -> Digest:
-        return next((line.key[0] for line in self._lines if line.tools == tools), None) or tools_digest(tools)
 
     def _record(self, line: Line) -> Node:
         """The node at which the line ends, made where it is not there."""

@@ -116,9 +116,13 @@ def alike(one: Message, other: Message) -> bool:
     """Whether two messages are told in the same words, wire ids included."""
     return (
         one.content == other.content
-        and one == other
+        and one.role == other.role
         and one.tool_call_id == other.tool_call_id
-        and all(a.id == b.id for a, b in zip(one.tool_calls, other.tool_calls, strict=True))
+        and one.reasoning == other.reasoning
+        and one.name == other.name
+        and one.parts == other.parts
+        and one.tool_calls == other.tool_calls
+        and (not one.tool_calls or [call.id for call in one.tool_calls] == [call.id for call in other.tool_calls])
     )
 
 

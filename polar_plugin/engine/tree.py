@@ -5,7 +5,7 @@ A node is reached by a chain of digests, one a unit (`meaning.Unit`), so request
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ..records import Completion, Message, Tool
@@ -44,8 +44,8 @@ class Node:
 class Line:
     """One request in the tree. `path` grows when it is recorded."""
 
-    messages: Sequence[Message]
-    tools: Sequence[Tool]
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...]
     units: list[Unit]
     key: Key
     path: list[Node]

@@ -89,7 +89,7 @@ class Conversation:
         completion_id = self._new_id()
         generation = await self._generate(prompt, sampling, completion_id)
         parsed = await self._parse(generation, request, prompt.ids)
-        request = replace(request, role=prompt.place.role)
+        request = replace(prompt.place.request, role=prompt.place.role)
         completion = Completion(
             id=completion_id,
             request=request,

@@ -45,6 +45,7 @@ class QwenCode:
             files=files,
             env={**_environment(context), **context.agent.env},
             stdin=plain_prompt(context.instruction),
+            finished=r'^\[\{"type":"system"',
             versions=npm_versions("qwen", "@qwen-code/qwen-code", self.tested, settings.get("root")),
         )
 

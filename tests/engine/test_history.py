@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from types import FrameType
 
 import numpy as np
 import pytest
 
+from polar_plugin.engine import meaning
 from polar_plugin.engine.buffer import TokenBuffer
 from polar_plugin.engine.history import History, Place
 from polar_plugin.engine.meaning import canonical_arguments
@@ -107,7 +113,7 @@ def test_a_prompt_with_a_turn_of_the_harness_asked_again_breaks_for_the_same_rea
     history, prompt = History(), (SYSTEM, ASK, Message("assistant", "an example"), ASK)
     history.add(replace(completion(ChatRequest(prompt, (BASH,)), REPLY), break_reason=reason))
     assert following(history, *prompt).reason is reason
-    assert following(history, *prompt, tools=()).reason is BreakReason.TOOLS_CHANGED
+    assert following(history, *prompt, tools=()).reason is BreakReason.NEW_THREAD  # no sampled turn is among it
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"a": NaN}', "[" * 100_000])
@@ -120,6 +126,67 @@ def test_lone_surrogates_can_be_compared() -> None:
     odd = Message("user", "\ud83d")
     history.add(completion(ChatRequest((odd,), (Tool("\ud83d"),)), REPLY))
     assert history.find(ChatRequest((odd, REPLY, RESULT), (Tool("\ud83d"),))).parent
+
+
+def anew(messages: list[Message]) -> ChatRequest:
+    """The same words in objects of their own, as each request brings them."""
+    return ChatRequest(tuple(copy.deepcopy(messages)), (copy.deepcopy(BASH),))
+
+
+def grown(history: History, turns: int) -> tuple[list[Message], list[int]]:
+    """The messages after as many turns, and how much was digested in each."""
+    messages, work = [SYSTEM, ASK], list[int]()
+    for turn in range(turns):
+        call = ToolCall("bash", f'{{"command": "sed -n {turn}p a.py"}}', f"call_{turn}")
+        reply = Message("assistant", "looking", "hmm", (call,))
+        request = anew(messages)
+        with digests() as counted:
+            place = history.find(request)
+            history.add(completion(place.request, reply, f"c{turn}"), place)
+        work.append(len(counted))
+        assert (place.parent is None) == (turn == 0)
+        messages += [reply, Message("tool", f"line {turn}", tool_call_id=call.id)]
+    return messages, work
+
+
+@contextmanager
+def digests() -> Iterator[list[str]]:
+    """The calls of `meaning` that digest something."""
+    counted: list[str] = []
+
+    def seen(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename == meaning.__file__ and code.co_name.endswith("digest"):
+            counted.append(code.co_name)
+
+    sys.setprofile(seen)
+    try:
+        yield counted
+    finally:
+        sys.setprofile(None)
+
+
+def test_case_20_a_turn_digests_what_is_new_however_long_its_history_is() -> None:
+    _, work = grown(History(), 300)
+    assert len(set(work[2:])) == 1
+    assert work[-1] < 20
+
+
+def test_a_session_keeps_each_text_once_however_often_it_is_told() -> None:
+    history = History()
+    messages, _ = grown(history, 30)
+    place = history.find(anew(messages))
+    assert place.parent
+    kept = place.parent.request
+    assert all(mine is theirs for mine, theirs in zip(place.request.messages, kept.messages, strict=False))
+    assert place.request.tools[0] is kept.tools[0]
+
+
+def test_words_that_differ_only_in_what_matching_ignores_are_kept_as_they_were_told(history: History) -> None:
+    trimmed = replace(REPLY, reasoning="", content=" looking\n")
+    (one, other) = (following(history, SYSTEM, ASK, echo, RESULT) for echo in (REPLY, trimmed))
+    assert one.parent is other.parent
+    assert other.request.messages[2] == trimmed
 
 
 def test_prompts_of_a_chain_share_memory_and_a_branch_gets_its_own() -> None:

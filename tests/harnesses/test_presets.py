@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -150,5 +151,69 @@ async def test_case_101_a_program_that_reads_its_input_to_the_end_ends(name: str
     assert (result.exit_code, result.stdout.split()) == (0, [str(len(prompt)).encode()]), result.text
 
 
+@pytest.mark.parametrize(
+    ("name", "result"),
+    [
+        ("claude_code", '{"duration_api_ms":1309,"session_id":"1","usage":{"input_tokens":3},"type":"result"}'),
+        ("claude_code", '{"type":"result","subtype":"success","result":"Done."}'),
+        ("codex", '{"type":"turn.completed","usage":{"input_tokens":10791}}'),
+        ("gemini_cli", '  "response": "Done.",'),
+        ("qwen_code", '[{"type":"system","subtype":"init"},{"type":"result"}]'),
+    ],
+)
+def test_case_85_the_line_that_a_program_ends_with_is_known(name: str, result: str) -> None:
+    assert re.search(launched(name).finished, result)
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("claude_code", "Done."),
+        ("codex", '{"type":"turn.started"}'),
+        (
+            "codex",
+            '{"type":"item.completed","item":{"type":"agent_message","text":"{\\"type\\":\\"turn.completed\\"}"}}',
+        ),
+        ("gemini_cli", "  response"),
+        ("qwen_code", "[WARN] no sandbox"),
+    ],
+)
+def test_another_line_is_not_taken_for_it(name: str, line: str) -> None:
+    assert not re.search(launched(name).finished, line)
+
+
 def test_a_start_without_a_root_relies_on_path() -> None:
     assert start(("pi", "--model", "a b"), None) == "exec pi --model 'a b'\n"
+
+
+LAST_LINES = {
+    "claude_code": (
+        '{"duration_api_ms":1741,"stop_reason":"end_turn","total_cost_usd":0.19,"result":"Done.","type":"result"}',
+        '{"type":"result","subtype":"success","result":"Done."}',
+    ),
+    "codex": ('{"type":"turn.completed","usage":{"input_tokens":10790}}',),
+    "gemini_cli": ('  "session_id": "b42aa3eb",',),
+    "qwen_code": ('[{"type":"system","subtype":"init"},{"type":"result","result":"Done."}]',),
+    "opencode": ('{"type":"step_finish","part":{"id":"prt_22b62bb9","reason":"stop","type":"step-finish"}}',),
+    "pi": ('{"type":"agent_settled","aborted":false}', '{"type":"agent_end","messages":[],"willRetry":false}'),
+}
+"""What the tested versions print when they are done; mini-swe-agent prints for people, and ends."""
+EARLIER_LINES = (
+    "",
+    "{",
+    '{"type":"system","subtype":"init"}',
+    '{"type":"assistant","text":"it prints \\"total_cost_usd\\": and {\\"type\\":\\"result\\"}"}',
+    '{"type":"turn.started"}',
+    '{"type":"turn_end"}',
+    '{"type":"agent_start"}',
+    '{"type":"item.completed","item":{"text":"{\\"type\\":\\"turn.completed\\"}"}}',
+    '{"type":"step_finish","part":{"reason":"tool-calls"}}',
+)
+
+
+@every_preset
+def test_case_85_the_line_with_which_it_is_done_is_known_and_no_earlier_one_is_taken_for_it(name: str) -> None:
+    finished, last = launched(name).finished, LAST_LINES.get(name, ())
+    assert bool(finished) == bool(last)
+    assert all(re.search(finished, line) for line in last)
+    assert not last or not any(re.search(finished, line) for line in EARLIER_LINES)

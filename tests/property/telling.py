@@ -19,6 +19,8 @@ class Entry:
     source: str = ""
     reminder: str = ""
     """What stands behind the text in one request only."""
+    after: str = ""
+    """The text of an assistant message of the program's own that the completion was asked to go on from."""
 
     @property
     def role(self) -> str:
@@ -43,8 +45,8 @@ def user(text: str) -> Entry:
 
 Habits = frozenset[str]
 HABITS = (
-    "arguments", "spaced", "filled in", "invalid", "unparsed", "emptied", "trimmed", "padded", "no reasoning", "bare reasoning",
-    "other ids", "no ids", "permuted", "split", "merged", "billed", "two systems",
+    "arguments", "spaced", "filled in", "invalid", "unparsed", "emptied", "trimmed", "padded", "no reasoning",
+    "bare reasoning", "other ids", "no ids", "permuted", "split", "merged", "joined", "billed", "two systems",
 )  # fmt: skip
 
 
@@ -82,6 +84,7 @@ def tell(system: str, entries: Sequence[Entry], habits: Habits, where: int, numb
         lines += [Line(message, position + 1) for message in _messages(entry, here)]
     if "permuted" in habits and "no ids" not in habits:
         lines = list(_permuted(lines))
+    lines = _joined(lines, entries, where) if "joined" in habits else lines
     return _merged(lines) if "merged" in habits else lines
 
 
@@ -179,6 +182,21 @@ def _permuted(lines: Sequence[Line]) -> Iterator[Line]:
             last = told[-1].stop
             told = [Line(line.message, last) for line in reversed(told)]
         yield from told
+
+
+def _joined(lines: Sequence[Line], entries: Sequence[Entry], where: int) -> list[Line]:
+    """A text that the program wrote and the text that the model went on with as one message."""
+    found: list[Line] = []
+    for line in lines:
+        entry, message = entries[line.stop - 1], line.message
+        before = found[-1].message if found else None
+        if before and entry.after and entry.after == before.content and before.role == "assistant":
+            between = ("", "\n", "\n\n", " ")[where % 4]
+            text = f"{before.content}{between}{message.content.strip()}"
+            found[-1] = Line(replace(message, content=text), line.stop)
+        else:
+            found.append(line)
+    return found
 
 
 def _merged(lines: Sequence[Line]) -> list[Line]:

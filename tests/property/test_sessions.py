@@ -1,7 +1,8 @@
 """Random sessions of agent programs, each call and the traces compared with an oracle.
 
 A session is any sequence of the rules below: conversations that take turns, parallel calls and results, retries,
-hang-ups, lost answers, branches, rewrites, compactions, and the same history in ever other words. `--sessions N` says how many.
+hang-ups, lost answers, branches, rewrites, compactions, and the same history in ever other words.
+`--sessions N` says how many.
 """
 
 from __future__ import annotations
@@ -304,8 +305,10 @@ class Sessions(RuleBasedStateMachine):
             thread.entries.append(Entry(Message("tool", f"result {self.number()}", tool_call_id=call.id)))
 
     def keep(self, thread: Thread, completion: Completion) -> None:
-        if completion.reply.content.strip() or completion.reply.tool_calls:
-            thread.entries.append(Entry(completion.reply, completion.id))
+        reply, last = completion.reply, thread.entries[-1]
+        if reply.content.strip() or reply.tool_calls:
+            own = last.role == "assistant" and not last.source and reply.content.strip()
+            thread.entries.append(Entry(reply, completion.id, after=last.text if own else ""))
 
     def asked(self, thread: Thread, habit: tuple[Habits, int], role: Role | None = None) -> Asked:
         lines = tell(thread.system, thread.entries, habit[0], habit[1], self.number())

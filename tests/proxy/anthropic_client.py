@@ -15,8 +15,8 @@ from polar_plugin.proxy.server import Proxy, ProxyConfig
 from polar_plugin.proxy.session import Session
 from polar_plugin.records import ChatRequest, Completion
 
-from .oracle import exactly
 from .anthropic_replies import HELLO
+from .oracle import exactly
 from .scripted import Scripted, serving
 
 
