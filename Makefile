@@ -7,7 +7,7 @@ TORCH := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo torch || echo tor
 
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: system setup quickstart test test-all test-sglang test-cli test-clis test-slime test-vllm property check clean
+.PHONY: system setup quickstart test fuzz property test-sglang test-cli test-clis test-slime test-vllm check clean
 
 # Sandboxes need bubblewrap, grading git and patch, tests npm; only what is missing is installed.
 system:
@@ -29,6 +29,10 @@ quickstart: setup
 
 test: setup
 	$(BIN)/python -m pytest -m "not sglang and not cli and not slime"
+
+# 100 000 mutated requests of each model API; `make test` has 1 500 of them.
+fuzz: setup
+	$(BIN)/python -m tests.proxy.fuzz --count 100000
 
 test-sglang: setup
 	tests/sglang_cpu/install.sh

@@ -5,19 +5,20 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, ParamSpec
+from typing import Annotated, Any, Literal, ParamSpec, cast
 
 import anyio
 import typer
+import yaml
 from rich.console import Console
 from rich.markup import escape
 
-from . import plugins
 from .errors import ConfigError, PolarError
 
 P = ParamSpec("P")
+Form = Literal["text", "json", "html"]
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 _console = Console(width=None if sys.stdout.isatty() else 128)
 
@@ -80,35 +81,87 @@ def serve_engine(
     return 0
 
 
+FILES = typer.Argument(help="Recorded sessions (.jsonl, .jsonl.gz, .jsonl.zst), or directories of them.")
+BUILDER = typer.Option(help="A builder's name or pkg.mod:Class; default: the expectation file's, or prefix_merging.")
+CONFIG = typer.Option(help="The builder's configuration: YAML or JSON, or a file of it.")
+TOKENIZER = typer.Option(help="A tokenizer's directory, to show text; default: the one that the recording names.")
+
+
+@app.command()
+@_told
+def explain(
+    files: Annotated[list[Path], FILES],
+    session: Annotated[str | None, typer.Option(help="Only this session, by its id or file name.")] = None,
+    form: Annotated[
+        Form, typer.Option("--format", help="html is one page of its own: redirect it to a file.")
+    ] = "text",
+    tokenizer: Annotated[Path | None, TOKENIZER] = None,
+    builder: Annotated[str, BUILDER] = "prefix_merging",
+    config: Annotated[str, CONFIG] = "{}",
+) -> int:
+    """Show what became of each model call, and why each trace starts where it does."""
+    from . import replayed
+    from .merge import explain_html, explain_text
+    from .merge.explain import as_json
+
+    chosen = replayed.Builder(builder, _mapping(config))
+    found = [replayed.replay(path, chosen, tokenizer) for path in replayed.files(files, session)]
+    if form == "html":
+        typer.echo(explain_html.page({str(one.path): one.explained() for one in found}, found[0].decoded_by))
+    for one in found if form != "html" else ():
+        told = one.explained()
+        typer.echo(
+            json.dumps({"file": str(one.path), **as_json(told)})
+            if form == "json"
+            else explain_text.text(told, one.decoded_by)
+        )
+    return 0
+
+
 @app.command()
 @_told
 def replay(
-    files: Annotated[list[Path], typer.Argument(help="Recorded sessions: .jsonl, .jsonl.gz, .jsonl.zst.")],
-    builder: Annotated[str, typer.Option(help="A builder's name or pkg.mod:Class.")] = "prefix_merging",
+    files: Annotated[list[Path], FILES],
+    builder: Annotated[str | None, BUILDER] = None,
+    config: Annotated[str | None, CONFIG] = None,
+    against: Annotated[str | None, typer.Option(help="Another builder, to show what differs.")] = None,
+    against_config: Annotated[str, typer.Option(help="The other builder's configuration.")] = "{}",
+    expect: Annotated[Path | None, typer.Option(help="An expectation file; exit code 1 where it disagrees.")] = None,
+    write_expect: Annotated[Path | None, typer.Option(help="Write what is found as an expectation file.")] = None,
+    tokenizer: Annotated[Path | None, TOKENIZER] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the traces as JSON, one line a session.")] = False,
 ) -> int:
-    """Build the traces of recorded sessions again."""
-    from .merge.check import check
-    from .merge.traces import counts, trace_json
-    from .recording import load
+    """Build the traces of recorded sessions again, compare builders, and hold the result to what is expected."""
+    from . import replayed
 
-    for path in files:
-        session = load(path).session
-        chosen = plugins.create(builder, plugins.BUILDERS, "builder", {})
-        policy = getattr(chosen, "policy", None)
-        traces = chosen.build(session)
-        check(traces, session, policy)
-        told = counts(session, traces, policy)
-        if as_json:
-            typer.echo(json.dumps({"file": str(path), "counts": told, "traces": [trace_json(t) for t in traces]}))
-            continue
-        typer.echo(f"{path}: {len(traces)} traces of {told['completions']} completions")
-        for number, trace in enumerate(traces):
-            size = f"{len(trace.prompt_ids)} prompt + {len(trace.response_ids)} response tokens"
-            typer.echo(f"  trace {number} ({trace.role}): {size}, {trace.trained} trained")
-        reasons = {name: count for name, count in told.items() if name.startswith(("untrained_", "breaks_")) and count}
-        typer.echo(f"  {json.dumps(reasons)}")
-    return 0
+    other = replayed.Builder(against, _mapping(against_config)) if against else None
+    expectations = replayed.read_expectations(expect) if expect else None
+    if expectations and builder is None:
+        builder, config = expectations.builder, config or json.dumps(dict(expectations.config))
+    chosen = replayed.Builder(builder or "prefix_merging", _mapping(config or "{}"))
+    found = [replayed.replay(path, chosen, tokenizer) for path in replayed.files(files)]
+    for one in found:
+        typer.echo(replayed.traces_json(one) if as_json else replayed.summary(one))
+        if other and not as_json:
+            typer.echo(replayed.difference(one, other))
+    if write_expect:
+        replayed.write_expectations(write_expect, found, chosen)
+    wrong = replayed.disagreements(found, expectations, str(expect)) if expectations else []
+    for line in wrong:
+        typer.echo(line, err=True)
+    return 1 if wrong else 0
+
+
+def _mapping(text: str) -> Mapping[str, Any]:
+    """YAML or JSON, or a file of it. Raises ConfigError."""
+    try:
+        source = Path(text).read_text() if text.endswith((".yaml", ".yml", ".json")) else text
+        data: object = yaml.safe_load(source)
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {text!r} is neither YAML nor JSON nor a file of it: {error}") from error
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"--config {text!r} must be a mapping, as in '{{max_trace_tokens: 32768}}'")
+    return cast("Mapping[str, Any]", data)
 
 
 @app.command()

@@ -151,7 +151,7 @@ def load_config(source: str | Path | Mapping[str, Any]) -> RolloutConfig:
         data, where = cast("Mapping[str, Any]", data)["polar"], f"{where}: polar"
     if not isinstance(data, Mapping):
         raise ConfigError(f"{where} must be a mapping, got {type(data).__name__}")
-    return _validated(TypeAdapter(RolloutConfig), cast("Mapping[str, Any]", data), where)
+    return validated(TypeAdapter(RolloutConfig), cast("Mapping[str, Any]", data), where)
 
 
 def load_task(payload: Mapping[str, Any], values: Mapping[str, Any] | None = None) -> TaskSpec:
@@ -160,7 +160,7 @@ def load_task(payload: Mapping[str, Any], values: Mapping[str, Any] | None = Non
     Raises ConfigError with the path of what is wrong.
     """
     filled: Any = payload if values is None else fill(payload, values)
-    task = _validated(TypeAdapter(TaskSpec), filled, "task")
+    task = validated(TypeAdapter(TaskSpec), filled, "task")
     if bool(task.agent.harness) == bool(task.agent.import_path):
         raise ConfigError("task.agent: set exactly one of `harness` and `import_path`")
     if task.num_samples < 1:
@@ -188,7 +188,8 @@ def _read(source: str | Path | Mapping[str, Any]) -> tuple[Any, str]:
         raise ConfigError(f"{source} is not valid YAML: {error}") from error
 
 
-def _validated(adapter: TypeAdapter[T], data: Any, where: str) -> T:
+def validated(adapter: TypeAdapter[T], data: Any, where: str) -> T:
+    """`data` as what `adapter` describes; raises ConfigError with `where` and the path of each wrong key."""
     try:
         return adapter.validate_python(data)
     except ValidationError as error:

@@ -278,7 +278,11 @@ class _Run:
             task_id=attempt.task.task_id,
             harness=attempt.task.agent.plugin,
             model=service.info.model,
-            tokenizer={"renderer": renderer.name, "vocab_size": renderer.vocab_size},
+            tokenizer={
+                "name": tokenizer_of(service.config),
+                "renderer": renderer.name,
+                "vocab_size": renderer.vocab_size,
+            },
             metadata=attempt.task.metadata,
         )
 
@@ -323,10 +327,17 @@ def model_directory(config: RolloutConfig) -> Path:
     return resolve_model(config.engine.model, cache_directory())
 
 
+def tokenizer_of(config: RolloutConfig) -> str:
+    """The tokenizer's directory, absolute, or its name; "" where `config` names none."""
+    name = config.renderer.tokenizer or config.engine.model or ""
+    if not config.renderer.tokenizer and config.engine.kind == "transformers" and name:
+        name = str(model_directory(config))
+    return str(Path(name).resolve()) if name and Path(name).is_dir() else name
+
+
 def make_renderer(config: RolloutConfig) -> Renderer:
     """The renderer for `config`, over the tokenizer it names. Raises ConfigError."""
-    renderer, embedded = config.renderer, config.engine.kind == "transformers"
-    tokenizer = renderer.tokenizer or (str(model_directory(config)) if embedded else config.engine.model)
+    renderer, tokenizer = config.renderer, tokenizer_of(config)
     if not tokenizer:
         raise ConfigError("renderer.tokenizer is not set: the tokenizer's Hugging Face directory or name")
     return load_renderer(

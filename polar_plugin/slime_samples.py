@@ -16,7 +16,8 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from .errors import EvaluationError, MergeError
-from .records import FinishReason, Message, Status, Trace, Trajectory, VersionSpan
+from .merge.traces import first_spans
+from .records import FinishReason, Message, Status, Trace, Trajectory
 from .slime_types import METADATA_KEY, session_field, session_of
 
 _STATUS = {
@@ -123,19 +124,9 @@ def _clipped(trace: Trace, limit: int | None) -> Trace | None:
         response_ids=trace.response_ids[:room],
         loss_mask=trace.loss_mask[:room],
         response_logprobs=trace.response_logprobs[:room],
-        versions=_first(trace.versions, room),
+        versions=first_spans(trace.versions, room),
         finish_reason=FinishReason.LENGTH,
     )
-
-
-def _first(spans: Sequence[VersionSpan], room: int) -> tuple[VersionSpan, ...]:
-    kept: list[VersionSpan] = []
-    for span in spans:
-        if room <= 0:
-            break
-        kept.append(replace(span, count=min(span.count, room)))
-        room -= span.count
-    return tuple(kept)
 
 
 def _common(trajectory: Trajectory, slot: Any, rollout_id: int, reward: Any, excluded: str) -> Any:

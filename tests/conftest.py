@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
+
+_FIGURES = pytest.StashKey[dict[str, list[str]]]()
 
 
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture
+def figure(pytestconfig: pytest.Config) -> Callable[[str, str], None]:
+    """Call with a title and a line: what was measured, told at the end of the run."""
+    figures = pytestconfig.stash.setdefault(_FIGURES, {})
+    return lambda title, line: figures.setdefault(title, []).append(line)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for title, lines in config.stash.get(_FIGURES, {}).items():
+        terminalreporter.section(title)
+        for line in lines:
+            terminalreporter.line(line)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -46,6 +46,7 @@ class ClaudeCode:
             env={**_environment(context), **context.agent.env},
             stdin=context.instruction.encode(errors="surrogateescape"),
             versions=npm_versions("claude", "@anthropic-ai/claude-code", self.tested, settings.get("root")),
+            finished=r'^\{("type":"result"|.*"(duration_api_ms|total_cost_usd)":)',
         )
 
 

@@ -65,6 +65,7 @@ class Codex:
             env={"CODEX_HOME": home, _KEY: context.session_key, **context.agent.env},
             stdin=context.instruction.encode(errors="surrogateescape"),
             versions=npm_versions("codex", "@openai/codex", self.tested, settings.get("root")),
+            finished=r'^\{"type":"turn\.completed"',
         )
 
 

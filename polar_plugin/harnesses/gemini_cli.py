@@ -53,6 +53,7 @@ class GeminiCLI:
             files=files,
             env={**_environment(context), **context.agent.env},
             stdin=plain_prompt(context.instruction),
+            finished=r'^  "(session_id|response)": ',  # it prints nothing before its result
             versions=npm_versions("gemini", "@google/gemini-cli", self.tested, settings.get("root")),
         )
 

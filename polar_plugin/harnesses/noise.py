@@ -134,6 +134,7 @@ FACTS: tuple[Fact, ...] = (
     Fact(*QWEN, "behind a summary an acknowledgement of its own, in one message with a call", Kind.CONTEXT),
     Fact(*GEMINI, "a notice of its own in the place of a turn that repeats the same call", Kind.CONTEXT),
     Fact(*CLAUDE, "after an empty reply a reminder within the first user message, which stays", Kind.REWRITE, "user"),
+    Fact(*QWEN, "the summary's message gets a reminder before it, one request later", Kind.REWRITE, "user"),
     Fact(*GEMINI, "old tool outputs are masked where they stand", Kind.REWRITE, "tool"),
     Fact(*CODEX, "the complete items of a reply that broke off stay, and their tools run", Kind.REWRITE, "assistant"),
 )  # fmt: skip

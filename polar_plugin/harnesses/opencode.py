@@ -24,6 +24,11 @@ _PACKAGES = {
 """Its clients of the APIs. They are built in: nothing is fetched."""
 _KEY = "POLAR_SESSION_KEY"
 _PROVIDER = "polar"
+_NOTHING_TO_INSTALL = {
+    "node_modules/.keep": b"",
+    "package-lock.json": json.dumps({"packages": {"": {"dependencies": {"@opencode-ai/plugin": "*"}}}}).encode(),
+}
+"""Else it asks npm's registry for this package at each start, to offer it to plugins of the user's."""
 
 
 class OpenCode:
@@ -49,6 +54,7 @@ class OpenCode:
             raise ConfigError(f"agent.settings.api is one of {', '.join(_PACKAGES)}, not {api!r}")
         files = skill_files(context.agent, f"{home}/skills")
         files[f"{home}/opencode.json"] = json.dumps(_config(context, settings, _PACKAGES[api])).encode()
+        files |= {f"{home}/{name}": content for name, content in _NOTHING_TO_INSTALL.items()}
         # Without a title it asks the model for one.
         argv = ("opencode", "run", "--title", "task", "--format", "json", *settings.get("args", ()))
         return Launch(
@@ -57,6 +63,7 @@ class OpenCode:
             env={**_environment(context), **context.agent.env},
             stdin=context.instruction.encode(errors="surrogateescape"),
             versions=npm_versions("opencode", "opencode-ai", self.tested, settings.get("root")),
+            finished=r'^\{"type":"step_finish".*"reason":"(stop|length)"',
         )
 
 

@@ -57,6 +57,7 @@ class Pi:
             env={_KEY: context.session_key, "PI_OFFLINE": "1", **context.agent.env},
             stdin=context.instruction.encode(errors="surrogateescape"),
             versions=npm_versions("pi", "@earendil-works/pi-coding-agent", self.tested, settings.get("root")),
+            finished=r'^\{"type":"agent_(end|settled)"',
         )
 
 

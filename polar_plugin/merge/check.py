@@ -58,9 +58,7 @@ def _known(known: Mapping[str, Completion], name: str, position: int) -> Complet
     return known[name]
 
 
-def _check_trace(
-    trace: Trace, trained: Sequence[Completion], plan: Plan, where: str, decode: Decode | None
-) -> None:
+def _check_trace(trace: Trace, trained: Sequence[Completion], plan: Plan, where: str, decode: Decode | None) -> None:
     if not trained:
         raise MergeError(f"{where} trains nothing")
     last = trained[-1]

@@ -1,7 +1,7 @@
 """Which completion each one continues: the one whose prompt ‖ output begins its prompt, token for token. Pure.
 
 That is the whole condition for a token to be trained behind another: it was sampled behind exactly those. Where a server
-rendered the history again instead, the same condition splits the trace, and `rerendered_breaks` says what differs.
+rendered the history again instead, the same condition splits the trace; `rerendered_breaks` says what differs.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def rerendered_breaks(
     `end_of_turn` is the assistant's turn as it was rendered again. Where that is not what was sampled, in this order:
 
     * BOUNDARY_UNKNOWN: none of `end_of_turn` follows;
-    * TEMPLATE_REWRITE: the beginning is gone (a template that drops reasoning), or another end of turn stands behind it;
+    * TEMPLATE_REWRITE: the beginning is gone (a template that drops reasoning), or another end of turn is behind it;
     * ASSISTANT_REWRITTEN: anything else: other ids for the same text, or other text.
 
     NEW_THREAD: no earlier prompt begins this one; FIRST_CALL: there was none. Completions without a reason have their
@@ -140,19 +140,26 @@ def rerendered_breaks(
     known = _Beginnings()
     ends = np.fromiter(end_of_turn, np.int32)
     for completion in session.completions:
-        before = _turns_before(completion.prompt_ids, known)
-        if not before:
-            reasons[completion.id] = BreakReason.NEW_THREAD if reasons else BreakReason.FIRST_CALL
-        elif not any(parents[completion.id] is one for one in before):
+        prompt = completion.prompt_ids
+        if again := _begun_by(prompt, known, len(prompt)):  # the same prompt, answered once more
+            reason = reasons.get(again[0].id)
+        elif before := _begun_by(prompt[:-1], known):
             turn = max(reversed(before), key=session.delivered)
-            reasons[completion.id] = _difference(completion.prompt_ids[len(turn.prompt_ids) :], turn, ends)
-        known.add(len(completion.prompt_ids), completion.prompt_ids, completion)
+            continued = any(parents[completion.id] is one for one in before)
+            reason = None if continued else _difference(prompt[len(turn.prompt_ids) :], turn, ends)
+        else:
+            reason = BreakReason.NEW_THREAD if reasons else BreakReason.FIRST_CALL
+        if reason is not None:
+            reasons[completion.id] = reason
+        known.add(len(prompt), prompt, completion)
     return reasons
 
 
-def _turns_before(prompt: TokenIds, known: _Beginnings) -> list[Completion]:
-    """Those of the longest prompt that begins this one, and is not the same."""
-    for some in known.of(prompt[:-1]):
+def _begun_by(prompt: TokenIds, known: _Beginnings, shortest: int = 0) -> list[Completion]:
+    """Those of the longest prompt, not below `shortest`, that begins this one."""
+    for some in known.of(prompt):
+        if len(some[0].prompt_ids) < shortest:
+            break
         if found := [one for one in some if same(prompt[: len(one.prompt_ids)], one.prompt_ids)]:
             return found
     return []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -83,19 +83,33 @@ def version_spans(trained: Sequence[Completion], start: int, length: int) -> tup
     if not any(completion.generation.versions for completion in trained):
         return ()
     spans: list[VersionSpan] = []
-    version, begin, position, end = "", start, start, start + length  # the open span, and where what follows is
+    position = start
     for completion in trained:
-        told = completion.generation.versions or (VersionSpan("", completion.generation.output_ids.size),)
-        gap = completion.prompt_ids.size - position
-        for span in ((VersionSpan("", gap), *told) if gap else told):
-            if span.version != version:
-                if position > begin:
-                    spans.append(VersionSpan(version, position - begin))
-                version, begin = span.version, position
-            position = min(end, position + span.count)
-    if end > begin:
-        spans.append(VersionSpan(version, end - begin))
+        begin, sampled = completion.prompt_ids.size, completion.generation.output_ids.size
+        if begin > position:
+            _append(spans, VersionSpan("", begin - position))
+        for span in completion.generation.versions or (VersionSpan("", sampled),):
+            _append(spans, span)
+        position = begin + sampled
+    if position != start + length:  # the last one is split
+        return first_spans(spans, length)
     return tuple(spans)
+
+
+def _append(spans: list[VersionSpan], span: VersionSpan) -> None:
+    if spans and spans[-1].version == span.version:
+        span = VersionSpan(span.version, spans.pop().count + span.count)
+    spans.append(span)
+
+
+def first_spans(spans: Sequence[VersionSpan], tokens: int) -> tuple[VersionSpan, ...]:
+    """Of the first `tokens` alone."""
+    kept: list[VersionSpan] = []
+    for span in spans:
+        if tokens > 0:
+            kept.append(span if span.count <= tokens else VersionSpan(span.version, tokens))
+        tokens -= span.count
+    return tuple(kept)
 
 
 def _response_messages(kept: Sequence[Completion]) -> tuple[Message, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
 from ..errors import BadRequest
-from ..records import ChatRequest, Image, JSONObject, Message, SamplingParams, Tool, ToolCall
+from ..records import IMAGE, ChatRequest, Image, JSONObject, Message, SamplingParams, Tool, ToolCall
 from . import fields
 from .codec import Incoming
 from .parts import Part, joined
@@ -105,8 +105,16 @@ def _piece(value: Any, path: str) -> Part:
     if kind in _TEXT_PARTS:
         return fields.text(part, _TEXT_PARTS[kind], path)
     if kind == "image_url":
-        return _image(fields.text(fields.mapping(part, "image_url", path), "url", f"{path}.image_url"))
+        url = _url(part, path)
+        return _image(url) if url else IMAGE
     return f"[{kind.removeprefix('input_') or 'part'} omitted]"
+
+
+def _url(part: JSONObject, path: str = "") -> str:
+    """Where an image is; "" for a part that tells of none."""
+    if part.get("type") != "image_url":
+        return ""
+    return fields.text(fields.mapping(part, "image_url", path), "url", f"{path}.image_url")
 
 
 def _image(url: str) -> Image:
@@ -204,15 +212,17 @@ def _ignored(body: JSONObject) -> tuple[str, ...]:
     paths |= {f"tools.*.{tool['type']}" for tool in fields.objects(body, "tools") if not _is_function(tool)}
     for message in fields.objects(body, "messages"):
         paths |= {f"messages.*.{k}" for k, v in message.items() if k not in _READ_OF_MESSAGE and _says_something(v)}
-        paths |= {f"messages.*.content.*.{kind}" for kind in _kinds(message.get("content")) if kind not in _TEXT_PARTS}
+        paths |= {f"messages.*.content.*.{kind}" for kind in _omitted(message.get("content"))}
     if isinstance(body.get("tool_choice"), dict) and not _is_function(body["tool_choice"]):
         paths.add("tool_choice")
     return tuple(sorted(paths))
 
 
-def _kinds(content: Any) -> Iterator[str]:
+def _omitted(content: Any) -> Iterator[str]:
+    """The kinds of the parts that are neither text nor image."""
     parts = cast("list[Any]", content) if isinstance(content, list) else []
-    return (str(cast("JSONObject", part).get("type") or "part") for part in parts if isinstance(part, dict))
+    told = (cast("JSONObject", part) for part in parts if isinstance(part, dict))
+    return (str(part.get("type") or "part") for part in told if part.get("type") not in _TEXT_PARTS and not _url(part))
 
 
 def _says_something(value: Any) -> bool:

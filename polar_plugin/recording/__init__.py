@@ -21,8 +21,20 @@ Readers ignore keys and line types that they do not know. A last line cut short 
 Numbers that JSON does not have are written as Python's json module does (NaN, Infinity).
 """
 
-from .files import Recorder, Recording, iter_completions, load, record
+from .files import Recorder, Recording, iter_completions, load, load_header, name_of, record, recordings
 from .forms import End, Header
 from .redact import redact
 
-__all__ = ["End", "Header", "Recorder", "Recording", "iter_completions", "load", "record", "redact"]
+__all__ = [
+    "End",
+    "Header",
+    "Recorder",
+    "Recording",
+    "iter_completions",
+    "load",
+    "load_header",
+    "name_of",
+    "record",
+    "recordings",
+    "redact",
+]

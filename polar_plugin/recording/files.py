@@ -29,6 +29,8 @@ from .forms import (
     header_of,
 )
 
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+
 
 @dataclass(frozen=True, slots=True)
 class Recording:
@@ -130,6 +132,32 @@ def load(path: Path) -> Recording:
     return Recording(header, session, end, torn)
 
 
+def load_header(path: Path) -> Header:
+    """The first line alone. Raises RecordingError."""
+    number, line = next(read_lines(path))
+    with _told(path, number):
+        return header_of(line or {})
+
+
+def recordings(path: Path) -> list[Path]:
+    """`path` itself, or the recordings that lie in it where it is a directory. Raises RecordingError where none is."""
+    if not path.exists():
+        raise RecordingError(
+            f"{path}: no such file or directory; sessions are recorded where recording.directory points, one file each"
+        )
+    if not path.is_dir():
+        return [path]
+    found = sorted(one for one in path.iterdir() if one.name.endswith(SUFFIXES) and not one.name.startswith("."))
+    if not found:
+        raise RecordingError(f"{path}: has no recordings in it ({', '.join(SUFFIXES)})")
+    return found
+
+
+def name_of(path: Path) -> str:
+    """A recording's file name without its suffix: the session id, where nobody renamed the file."""
+    return next((path.name.removesuffix(one) for one in SUFFIXES if path.name.endswith(one)), path.stem)
+
+
 def iter_completions(path: Path) -> Iterator[Completion]:
     """The completions one by one, each as soon as its line is read. Raises RecordingError."""
     reader = CompletionReader()
@@ -153,7 +181,10 @@ def read_lines(path: Path) -> Iterator[tuple[int, JSONObject | None]]:
             line = json.loads(raw)
         except ValueError as error:
             if raw.endswith(b"\n") or number == 1:
-                raise RecordingError(f"{path}:{number}: not JSON ({error})") from error
+                raise RecordingError(
+                    f"{path}:{number}: not JSON ({error}); the lines before it can be read if they are copied to a file"
+                    " of their own"
+                ) from error
         if line is not None and not (isinstance(line, dict) and "type" in line):
             raise RecordingError(f'{path}:{number}: not an object with a "type"')
         yield number, line

@@ -185,7 +185,10 @@ def header_of(line: JSONObject) -> Header:
     if line.get("type") != "session":
         raise RecordingError('does not begin with a line {"type": "session", ...}: this is no recording')
     if line.get("version") != VERSION:
-        raise RecordingError(f"has version {line.get('version')!r}; this release reads version {VERSION}")
+        raise RecordingError(
+            f"has version {line.get('version')!r}, and this release reads version {VERSION}:"
+            " read it with the release of polar-plugin that wrote it"
+        )
     return Header(**_known(Header, line))
 
 

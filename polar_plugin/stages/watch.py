@@ -67,9 +67,8 @@ class Watchdog:
     async def _lingers(self, seconds: float) -> None:
         """Other threads of the program may still be at work: its last call counts, not its result alone."""
         await self._printed_result.wait()
-        since = anyio.current_time()
+        await anyio.sleep(seconds)
         await self._session.quiet(seconds)
-        await anyio.sleep(since + seconds - anyio.current_time())
 
     async def _hangs(self, seconds: float) -> None:
         while True:

@@ -20,11 +20,11 @@ _ROLES = {"main": Role.MAIN, "sub": Role.SUB_AGENT, "summary": Role.COMPACTION}
 def asks_for_summary(prompt: str) -> bool:
     """Whether the last message of a Qwen3 prompt is a user's that speaks of a summary, and has none of ours.
 
-    No CLI's words are needed for it: in these scenarios nobody else asks for one.
+    Gemini CLI and its fork call it a snapshot of the state. In these scenarios nobody else asks for either.
     """
     last = prompt.removesuffix("<|im_start|>assistant\n").rpartition("<|im_start|>")[2]
     spoken = last.startswith("user\n") and not last.startswith("user\n<tool_response>")
-    return spoken and "summar" in last.lower() and SUMMARY not in last
+    return spoken and any(word in last.lower() for word in ("summar", "state_snapshot")) and SUMMARY not in last
 
 
 class Model:

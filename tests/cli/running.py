@@ -27,6 +27,7 @@ from .clis import CLI
 from .elsewhere import NOTE, reached
 from .model import Model
 from .scenarios import Scenario
+from .words import ended
 
 TOKENIZER = "qwen3"
 SECONDS = 180.0
@@ -75,7 +76,7 @@ class Ran:
     def elsewhere(self) -> int | None:
         """How often the program reached for another host; None where it was killed and so left no note."""
         evaluation = self.trajectory.evaluation
-        note = str(evaluation.report["output"]) if evaluation else ""
+        note = str(evaluation.report.get("output", "")) if evaluation else ""
         return reached(note) if "Ip:" in note else None
 
     @property
@@ -88,7 +89,7 @@ class Ran:
 async def run(cli: CLI, scenario: Scenario, directory: Path) -> Ran:
     """Run `scenario` to its end. `directory` is an empty one."""
     renderer = renderer_of(TOKENIZER)
-    main, sub = cli.words.ended(scenario.main(cli.words)), scenario.sub(cli.words)
+    main, sub = ended(scenario.main(cli.words), cli.words.done), ended(scenario.sub(cli.words), cli.words.reports)
     model = Model(main, sub, renderer.decode, is_summary=cli.is_summary, directory=directory)
     engine = ScriptedEngine(
         model,

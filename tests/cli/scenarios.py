@@ -91,8 +91,12 @@ def _cut_stream(words: Words) -> Sequence[Turn]:
 
 
 def _hang_up(words: Words) -> Sequence[Turn]:
-    killer = f"while [ ! -e {WORKSPACE}/{HANGING} ]; do sleep 0.1; done; kill -9 -1"
-    start = f"echo mended > result; setsid nohup bash -c '{killer}' > /dev/null 2>&1 < /dev/null &"
+    """A process of the sandbox, out of reach of the terminal whose end would take it along, kills the program."""
+    killer = f"touch /tmp/armed; while [ ! -e {WORKSPACE}/{HANGING} ]; do sleep 0.1; done; kill -9 -1"
+    start = (
+        f"echo mended > result; (setsid nohup bash -c '{killer}' > /dev/null 2>&1 < /dev/null &); "
+        "until [ -e /tmp/armed ]; do sleep 0.1; done"
+    )
     return Turn("I write it.", (words.shell(start),)), Turn(hangs=True)
 
 

@@ -65,13 +65,16 @@ class Words:
     """From a path: the tool `mend` of the MCP server `mender`."""
     done: Call | None = None
     """What ends the task, where a reply without a call does not."""
-
-    def ended(self, turns: Sequence[Turn]) -> Sequence[Turn]:
-        """Turns of which the last one ends the task."""
-        return [*turns[:-1], replace(turns[-1], calls=(self.done,))] if self.done else turns
+    reports: Call | None = None
+    """What ends a sub-agent's task, where a reply without a call does not."""
 
     def reads(self, path: str) -> Call:
         return self.read(path) if self.read else self.shell(f"cat {path}")
 
     def edits(self, path: str, old: str, new: str) -> Call:
         return self.edit(path, old, new) if self.edit else self.shell(f"sed -i 's/{old}/{new}/' {path}")
+
+
+def ended(turns: Sequence[Turn], call: Call | None) -> Sequence[Turn]:
+    """Turns of which the last one makes the call that ends a task, where one does."""
+    return [*turns[:-1], replace(turns[-1], calls=(call,))] if call and turns else turns

@@ -49,6 +49,11 @@ def test_case_110_the_prompt_comes_by_an_input_that_ends_and_nothing_is_fetched_
     assert "Fix it." not in str(launch.command)
     assert launch.env["OPENCODE_DISABLE_MODELS_FETCH"] == launch.env["OPENCODE_DISABLE_LSP_DOWNLOAD"] == "1"
     assert config_of()["autoupdate"] is False
+    home = "/home/agent/.config/opencode"
+    assert f"{home}/node_modules/.keep" in launch.files
+    assert (
+        "@opencode-ai/plugin" in json.loads(launch.files[f"{home}/package-lock.json"])["packages"][""]["dependencies"]
+    )
 
 
 def test_case_112_it_asks_for_no_title() -> None:

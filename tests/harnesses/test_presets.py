@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -152,3 +153,38 @@ async def test_case_101_a_program_that_reads_its_input_to_the_end_ends(name: str
 
 def test_a_start_without_a_root_relies_on_path() -> None:
     assert start(("pi", "--model", "a b"), None) == "exec pi --model 'a b'\n"
+
+
+LAST_LINES = {
+    "claude_code": (
+        '{"duration_api_ms":1741,"stop_reason":"end_turn","total_cost_usd":0.19,"result":"Done.","type":"result"}',
+        '{"type":"result","subtype":"success","result":"Done."}',
+    ),
+    "codex": ('{"type":"turn.completed","usage":{"input_tokens":10790}}',),
+    "gemini_cli": ('  "session_id": "b42aa3eb",',),
+    "opencode": ('{"type":"step_finish","part":{"id":"prt_22b62bb9","reason":"stop","type":"step-finish"}}',),
+    "pi": ('{"type":"agent_settled","aborted":false}', '{"type":"agent_end","messages":[],"willRetry":false}'),
+}
+"""What the tested versions print when they are done; mini-swe-agent prints for people, and ends.
+
+Qwen Code ends too, but on a busy machine long after its result: to be ended for that would cost its exit code.
+"""
+EARLIER_LINES = (
+    "",
+    "{",
+    '{"type":"system","subtype":"init"}',
+    '{"type":"assistant","text":"it prints \\"total_cost_usd\\": and {\\"type\\":\\"result\\"}"}',
+    '{"type":"turn.started"}',
+    '{"type":"turn_end"}',
+    '{"type":"agent_start"}',
+    '{"type":"item.completed","item":{"text":"{\\"type\\":\\"turn.completed\\"}"}}',
+    '{"type":"step_finish","part":{"reason":"tool-calls"}}',
+)
+
+
+@every_preset
+def test_case_85_the_line_with_which_it_is_done_is_known_and_no_earlier_one_is_taken_for_it(name: str) -> None:
+    finished, last = launched(name).finished, LAST_LINES.get(name, ())
+    assert bool(finished) == bool(last)
+    assert all(re.search(finished, line) for line in last)
+    assert not last or not any(re.search(finished, line) for line in EARLIER_LINES)

@@ -74,14 +74,20 @@ class Oracle:
         return [one for one in self.ledger.completions if self.parent(one) is completion]
 
     def trained(self, completion: Completion) -> bool:
-        limit = self.policy.max_trace_tokens
         return (
             len(completion.generation.output_ids) > 0
             and len(completion.prompt_ids) > 0
             and self.policy.roles[completion.role] == "train"
-            and (limit is None or completion.length <= limit)
+            and self.fitting(completion) > 0
             and (bool(self.children(completion)) or (self.delivered(completion) and not self.discarded(completion)))
         )
+
+    def fitting(self, completion: Completion) -> int:
+        """How many of its sampled tokens may be trained for the length of the trace."""
+        limit, sampled = self.policy.max_trace_tokens, len(completion.generation.output_ids)
+        if limit is None or completion.length <= limit:
+            return sampled
+        return max(0, limit - len(completion.prompt_ids)) if self.policy.overlong == "split" else 0
 
     def discarded(self, completion: Completion) -> bool:
         return self.policy.discarded == "drop" and any(
@@ -117,6 +123,7 @@ POLICIES = st.builds(
     st.none() | st.integers(2, 12),
     st.dictionaries(st.sampled_from([role.value for role in Role]), st.sampled_from(["train", "drop"])),
     st.sampled_from(["train", "drop"]),
+    st.sampled_from(["clip", "split"]),
 )
 
 
@@ -124,7 +131,7 @@ POLICIES = st.builds(
 def test_any_session_is_merged_as_the_oracle_says(ledger: Ledger, policy: Policy) -> None:
     session, oracle = ledger.sealed(), Oracle(ledger, policy)
     roles = {role.value: choice for role, choice in policy.roles.items()}
-    traces = PrefixMerging(policy.max_trace_tokens, roles, policy.discarded).build(session)
+    traces = PrefixMerging(policy.max_trace_tokens, roles, policy.discarded, policy.overlong).build(session)
     check(traces, session, policy)
     trained = [one for one in ledger.completions if oracle.trained(one)]
     assert sorted(name for trace in traces for name in trace.completion_ids) == sorted(one.id for one in trained)
@@ -134,10 +141,11 @@ def test_any_session_is_merged_as_the_oracle_says(ledger: Ledger, policy: Policy
         tokens = [*trace.prompt_ids.tolist(), *trace.response_ids.tolist()]
         logprobs = [0.0] * len(tokens)
         for name, mask in spans(trace, ledger):
-            begin, end = len(by_id[name].prompt_ids), by_id[name].length
-            assert tokens[:end] == sequence(by_id[name])
-            assert mask == [True] * (end - begin)
-            logprobs[begin:end] = by_id[name].generation.logprobs.tolist()
+            begin, fitting = len(by_id[name].prompt_ids), oracle.fitting(by_id[name])
+            end = begin + fitting
+            assert tokens[:end] == sequence(by_id[name])[:end]
+            assert mask == [True] * fitting
+            logprobs[begin:end] = by_id[name].generation.logprobs.tolist()[:fitting]
         assert trace.response_logprobs.tolist() == logprobs[len(trace.prompt_ids) :]
         assert trace.trained == sum(len(mask) for _, mask in spans(trace, ledger))
         assert policy.max_trace_tokens is None or len(tokens) <= policy.max_trace_tokens

@@ -332,6 +332,33 @@ def test_the_limit_cuts_each_branch_for_itself_and_the_trace_says_so() -> None:
     assert merged(ledger, max_trace_tokens=4)[0].metadata["clipped_tokens"] == 3
 
 
+def test_a_completion_that_crosses_the_limit_may_be_split_and_the_rest_is_counted() -> None:
+    def calls() -> Ledger:
+        ledger = Ledger()
+        a = ledger.say([1], [2], version="7")
+        b = ledger.say([1, 2, 3], [4, 5, 6], after=a, version="8")
+        ledger.say([1, 2, 3, 4, 5, 6, 7], [8], after=b, version="8")
+        return ledger
+
+    (only,) = merged(calls(), max_trace_tokens=5, overlong="split")
+    assert (tokens(only), trained(only)) == ([1, 2, 3, 4, 5], [2, 4, 5])  # the context of each is whole
+    assert only.response_logprobs.tolist() == [-0.125, 0, -0.125, -0.25]
+    assert only.versions == (VersionSpan("7", 1), VersionSpan("", 1), VersionSpan("8", 2))
+    assert (only.finish_reason, only.metadata["clipped_tokens"]) == (FinishReason.LENGTH, 2)
+    told = counts(calls().sealed(), (only,), Policy(max_trace_tokens=5, overlong="split"))
+    assert (told["trained_tokens"], told["untrained_over_length"]) == (3, 2)
+    (clipped,) = merged(calls(), max_trace_tokens=5)
+    assert (tokens(clipped), clipped.metadata["clipped_tokens"]) == ([1, 2], 4)
+    (between,) = merged(calls(), max_trace_tokens=3, overlong="split")  # nothing of the second turn fits
+    assert (tokens(between), between.finish_reason) == ([1, 2], FinishReason.STOP)
+
+
+def test_an_undelivered_answer_is_not_trained_for_being_split() -> None:
+    ledger = Ledger()
+    ledger.say([1], [2, 3, 4], delivered=False)
+    assert merged(ledger, max_trace_tokens=3, overlong="split") == ()
+
+
 def test_an_answer_to_an_empty_prompt_is_counted_and_the_chain_starts_after_it() -> None:
     ledger = Ledger()
     a = ledger.say([], [1, 2])
@@ -400,6 +427,9 @@ def test_other_prompts_of_the_same_length_are_other_questions() -> None:
         ({"roles": {"helper": "train"}}, "unknown role 'helper': use one of main, sub_agent, side, compaction"),
         ({"roles": {"side": "maybe"}}, 'config.roles.side must be "train" or "drop"'),
         ({"discarded": "keep"}, 'config.discarded must be "train" or "drop"'),
+        ({"overlong": "cut"}, 'config.overlong must be "clip" or "split"'),
+        ({"prompts": "whatever"}, 'config.prompts must be "extended" or "rerendered"'),
+        ({"end_of_turn": ["<|im_end|>"]}, "config.end_of_turn must be a token id or a list of token ids"),
     ],
 )
 def test_a_builder_refuses_a_setting_that_it_does_not_know(config: dict[str, Any], message: str) -> None:

@@ -1,4 +1,4 @@
-"""Mutated requests over the real HTTP server: each is answered in valid form, or refused with the path of what is wrong.
+"""Mutated requests over the real HTTP server: each is answered in valid form, or refused with a path.
 
 Nothing else may happen: no 5xx that was not scripted, nothing in the log, no change of another session. A case is made
 from the seed, the dialect and its number alone, so that any of them can be made again:
@@ -18,17 +18,17 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 import anyio
+import numpy as np
 
 from polar_plugin.engine.models import resolve_model
 from polar_plugin.engine.render import load_renderer
@@ -40,13 +40,17 @@ from polar_plugin.proxy.server import Proxy, ProxyConfig
 from polar_plugin.proxy.session import Session
 from polar_plugin.records import Completion, Delivery, FinishReason, SamplingParams
 
-from .fuzz_answers import Wrong, check_answer, check_refusal
+from .fuzz_answers import check_answer, check_refusal
 from .fuzz_seeds import DIALECTS, Seed, seeds
 from .mutations import Bank, children, damaged, spoiled, written
 
 CONTEXT = 1_000_000
 ROUND = 40
 """Cases that share a session."""
+TRIES = 150
+"""To make a body smaller."""
+CHUNK = 2000
+"""Cases that a process takes at a time."""
 SECRET = "bystander-secret-5f1c"
 _CONFIG = ProxyConfig(header_grace_seconds=60, keepalive_seconds=60)
 _CALL = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls é", "n": 1.0}}\n</tool_call>'
@@ -143,20 +147,20 @@ def case(dialect: str, seed: int, number: int) -> Case:
 class Bench:
     """A proxy with two sessions. `send` raises Fault."""
 
-    proxy: Proxy
     session: Session
     bystander: Session
     engine: ScriptedEngine
     http: aiohttp.ClientSession
     log: list[str]
     statuses: collections.Counter[int] = field(default_factory=collections.Counter[int])
-    _stood: str = ""
+    _stood: tuple[Any, ...] = ()
+    _digest: str = ""
 
     async def send(self, one: Case) -> None:
         self.engine.reply = one.reply  # type: ignore[attr-defined]
         before, calls = self.session.completions, len(self.engine.calls)
         headers = one.headers | ({"Content-Encoding": one.coding} if one.coding else {})
-        headers |= {"Content-Type": "application/json"}
+        headers |= {"Content-Type": "application/json", "x-goog-api-key": self.session.key}
         try:
             with anyio.fail_after(60):
                 async with self.http.post(one.path, data=one.raw, headers=headers) as response:
@@ -201,13 +205,14 @@ class Bench:
             assert completion.break_reason is not None
             return
         (parent,) = (one for one in before if one.id == completion.parent)
-        said = [*parent.prompt_ids.tolist(), *parent.generation.output_ids.tolist()]
-        assert completion.prompt_ids[: len(said)].tolist() == said, "the prompt does not begin with its parent"
+        said = np.concatenate([parent.prompt_ids, parent.generation.output_ids])
+        assert np.array_equal(completion.prompt_ids[: len(said)], said), "the prompt does not begin with its parent"
 
-    def stands_by(self) -> str:
-        """All that the bystander is."""
+    def stands_by(self) -> tuple[Any, ...]:
+        """All that the bystander is; its completions, which nobody can change, by identity."""
         other = self.bystander
-        return repr((other.key, other.sealed, other.in_flight, other.completions, other.delivery, other.counts))
+        told = (other.key, other.sealed, other.in_flight, other.delivery, dict(other.counts), other.last_error)
+        return (*told, *map(id, other.completions))
 
     async def begin(self) -> None:
         """The bystander has a turn."""
@@ -215,11 +220,12 @@ class Bench:
         body = {"messages": [{"role": "user", "content": SECRET}]}
         async with self.http.post(f"/s/{self.bystander.key}/v1/chat/completions", json=body) as response:
             assert response.status == 200, await response.text()
-        self._stood = self.stands_by()
+        self._stood, self._digest = self.stands_by(), repr(self.bystander.completions)
 
     async def end(self) -> None:
         """The bystander goes on where it was, and both ledgers are sealed as they stood."""
         assert self.stands_by() == self._stood, "another session changed"
+        assert repr(self.bystander.completions) == self._digest, "another session's records changed"
         (first,) = self.bystander.completions
         said = {"role": "assistant", "content": first.reply.content}
         said["tool_calls"] = [  # type: ignore[assignment]
@@ -236,7 +242,15 @@ class Bench:
 
 
 @asynccontextmanager
-async def bench(renderer: Any, dialects: Sequence[Dialect] | None = None) -> AsyncGenerator[Bench]:
+async def listening(dialects: Sequence[Dialect] | None = None) -> AsyncGenerator[tuple[Proxy, aiohttp.ClientSession]]:
+    proxy = Proxy(_CONFIG, dialects) if dialects else Proxy(_CONFIG)
+    async with proxy.serving(), aiohttp.ClientSession(proxy.url) as http:
+        yield proxy, http
+
+
+@asynccontextmanager
+async def bench(renderer: Any, proxy: Proxy, http: aiohttp.ClientSession) -> AsyncGenerator[Bench]:
+    """Two new sessions."""
     engine = ScriptedEngine(lambda _: engine.reply, renderer.encode, context_length=CONTEXT)  # type: ignore[attr-defined]
     policy = Policy(engine, renderer, SamplingParams(max_tokens=500), CONTEXT)
 
@@ -244,15 +258,12 @@ async def bench(renderer: Any, dialects: Sequence[Dialect] | None = None) -> Asy
         numbers = itertools.count(1)
         return Conversation(policy, letter, clock=lambda: 1.0, new_id=lambda: f"{letter}{next(numbers)}")
 
-    proxy = Proxy(_CONFIG, dialects) if dialects else Proxy(_CONFIG)
     with _log() as log:
         async with (
-            proxy.serving(),
             proxy.session("own", conversation("c")) as session,
             proxy.session("other", conversation("b")) as bystander,
-            aiohttp.ClientSession(proxy.url, headers={"x-goog-api-key": session.key}) as http,
         ):
-            made = Bench(proxy, session, bystander, engine, http, log)
+            made = Bench(session, bystander, engine, http, log)
             await made.begin()
             yield made
             await made.end()
@@ -293,33 +304,36 @@ class Report:
     statuses: collections.Counter[int] = field(default_factory=collections.Counter[int])
     faults: list[str] = field(default_factory=list[str])
 
+    def __str__(self) -> str:
+        statuses = ", ".join(f"{count} of {status}" for status, count in sorted(self.statuses.items()))
+        return f"{sum(self.statuses.values())} requests ({statuses}), {len(self.faults)} faults"
+
 
 async def run(
     dialect: str, seed: int, first: int, count: int, renderer: Any, dialects: Sequence[Dialect] | None = None
 ) -> Report:
     """`count` cases from `first` on, in sessions of ROUND cases. After a fault the session's other cases are left."""
     report = Report()
-    for start in range(first, first + count, ROUND):
-        numbers = range(start, min(start + ROUND, first + count))
-        one: Case | None = None
-        try:
-            async with bench(renderer, dialects) as made:
-                try:
+    async with listening(dialects) as (proxy, http):
+        for start in range(first, first + count, ROUND):
+            numbers = range(start, min(start + ROUND, first + count))
+            one: Case | None = None
+            try:
+                async with bench(renderer, proxy, http) as made:
+                    made.statuses = report.statuses
                     for number in numbers:
                         one = case(dialect, seed, number)
                         await made.send(one)
-                finally:
-                    report.statuses.update(made.statuses)
-        except AssertionError as fault:
-            shrunken = await _shrunken(one, renderer, dialects) if one else None
-            report.faults.append(f"seed {seed}, {shrunken or one}\n{fault}")
+            except AssertionError as fault:
+                shrunken = await _shrunken(one, renderer, dialects) if one else None
+                report.faults.append(f"seed {seed}, {shrunken or one}\n{fault}")
     return report
 
 
 async def _fails(one: Case, renderer: Any, dialects: Sequence[Dialect] | None) -> bool:
-    """Whether a case goes wrong in a session of its own."""
+    """Whether a case goes wrong on a server and in a session of its own."""
     try:
-        async with bench(renderer, dialects) as made:
+        async with listening(dialects) as (proxy, http), bench(renderer, proxy, http) as made:
             await made.send(one)
     except AssertionError:
         return True
@@ -333,32 +347,23 @@ async def _shrunken(one: Case, renderer: Any, dialects: Sequence[Dialect] | None
     plain = replace(one, headers={}, coding="", raw=json.dumps(one.body).encode())
     if not await _fails(plain, renderer, dialects):
         return one
-    best, left = plain, 300
-    for smaller in _smaller(lambda: best.body):
-        left -= 1
-        candidate = replace(best, body=smaller, raw=json.dumps(smaller).encode())
+    return await _reduced(plain, renderer, dialects)
+
+
+async def _reduced(best: Case, renderer: Any, dialects: Sequence[Dialect] | None) -> Case:
+    """One thing taken away after the other, large things first, as long as it still fails."""
+    tried: set[str] = set()
+    while len(tried) < TRIES:
+        bodies = (_without(best.body, place) for place in sorted(_places(best.body), key=len))
+        smaller = next((body for body in bodies if json.dumps(body) not in tried), None)
+        if smaller is None:
+            break
+        told = json.dumps(smaller)
+        tried.add(told)
+        candidate = replace(best, body=smaller, raw=told.encode())
         if await _fails(candidate, renderer, dialects):
             best = candidate
-        if not left:
-            break
     return best
-
-
-def _smaller(current: Callable[[], Any]) -> Iterator[Any]:
-    """Bodies with one thing taken away from what `current` gives, large things first, until nothing can be."""
-    tried: set[str] = set()
-    while True:
-        body = current()
-        places = sorted(_places(body), key=len)
-        for place in places:
-            less = _without(body, place)
-            told = json.dumps(less)
-            if told not in tried:
-                tried.add(told)
-                yield less
-                break
-        else:
-            return
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -395,29 +400,26 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     told = parser.parse_args()
-    chunk, failed = 2000, 0
+    began, reports = time.monotonic(), {dialect: Report() for dialect in told.dialect or DIALECTS}
+    last = told.first + told.count
     with tempfile.TemporaryDirectory() as scratch, ProcessPoolExecutor(told.jobs) as pool:
         directory = resolve_model("tiny", Path(scratch))
-        for dialect in told.dialect or DIALECTS:
-            began, report = time.monotonic(), Report()
-            starts = range(told.first, told.first + told.count, chunk)
-            last = told.first + told.count
-            jobs = [
-                pool.submit(run_chunk, directory, dialect, told.seed, start, min(chunk, last - start))
-                for start in starts
-            ]
-            for job in as_completed(jobs):
-                report.statuses.update(job.result().statuses)
-                for fault in job.result().faults:
-                    report.faults.append(fault)
-                    print(fault, flush=True)  # noqa: T201
-            seconds = time.monotonic() - began
-            total = sum(report.statuses.values())
-            told_of = ", ".join(f"{status}: {count}" for status, count in sorted(report.statuses.items()))
-            print(f"{dialect}: {total} requests in {seconds:.0f} s ({total / seconds:.0f}/s), {told_of};"  # noqa: T201
-                  f" {len(report.faults)} faults", flush=True)  # fmt: skip
-            failed += len(report.faults)
-    return bool(failed)
+        jobs = {
+            pool.submit(run_chunk, directory, dialect, told.seed, start, min(CHUNK, last - start)): dialect
+            for start in range(told.first, last, CHUNK)
+            for dialect in reports
+        }
+        for job in as_completed(jobs):
+            done, report = job.result(), reports[jobs[job]]
+            report.statuses.update(done.statuses)
+            report.faults += done.faults
+            _print(*done.faults, f"{jobs[job]}: {report} after {time.monotonic() - began:.0f} s")
+    _print("", *(f"{dialect}: {report}" for dialect, report in reports.items()))
+    return any(report.faults for report in reports.values())
+
+
+def _print(*lines: str) -> None:
+    print(*lines, sep="\n", flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

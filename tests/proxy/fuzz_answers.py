@@ -28,9 +28,7 @@ class Wrong(AssertionError):
     """An answer that the dialect does not have."""
 
 
-def check_refusal(
-    dialect: str, path: str, status: int, answer: bytes, *, scripted: bool, with_path: bool
-) -> None:
+def check_refusal(dialect: str, path: str, status: int, answer: bytes, *, scripted: bool, with_path: bool) -> None:
     """The error's shape; its path where the request could be read. Raises AssertionError."""
     allowed = {503} if scripted else {400, 413, 415}
     assert status in allowed, f"a status of {status}"

@@ -14,7 +14,7 @@ from .responses_wire import TOOLS
 
 JSON = dict[str, Any]
 DIALECTS = ("anthropic_messages", "openai_chat", "openai_responses", "google_generate")
-_SHORT, _FEW, _LAST = 60, 4, 10
+_SHORT, _FEW, _LAST = 40, 3, 6
 _OPAQUE = frozenset({"signature", "encrypted_content", "thoughtSignature", "data", "arguments"})
 _PREFIXES = {
     "/v1/messages": "anthropic_messages",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import gzip
 import json
+import marshal
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,8 +22,9 @@ NUMBERS: Sequence[Any] = (
     float("nan"), float("inf"), float("-inf"),
 )  # fmt: skip
 TEXTS = (
-    "", " ", "\n", "\x00", "\ud83d", "\ude00\ud83d", "\ufeff", "\u2028", "é" * 50, "x" * 3000, "=", "====", "AAA", "%%%",
-    "{}", "{", "[]", "null", '{"a": NaN}', '{"a": 1e999}', "[" * 300, '{"a":' * 200, "0", "-1", "true", "1e5", "..", "/",
+    "", " ", "\n", "\x00", "\ud83d", "\ude00\ud83d", "\ufeff", "\u2028", "é" * 50, "x" * 3000, "=", "====",
+    "AAA", "%%%", "{}", "{", "[]", "null",
+    '{"a": NaN}', '{"a": 1e999}', "[" * 300, '{"a":' * 200, "0", "-1", "true", "1e5", "..", "/",
     "<|im_end|>", "<|im_start|>assistant\n", "<|endoftext|>", "<think>", "</think>", "<tool_call>", "</tool_call>",
     '<tool_call>\n{"name": "bash"}\n</tool_call>', "data:image/png;base64,%%", "data:;base64,", "data:", "a\r\nb",
 )  # fmt: skip
@@ -47,6 +48,11 @@ class Bank:
         return cls(tuple(sorted(keys)), tuple(sorted(texts | set(words))), small)
 
 
+def _copy(value: Any) -> Any:
+    """Of JSON, in a fraction of the time of `copy.deepcopy`."""
+    return marshal.loads(marshal.dumps(value))
+
+
 def _within(value: Any) -> Iterator[Any]:
     yield value
     for child in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -59,9 +65,9 @@ def children(value: Any) -> list[Any]:
 
 
 def spoiled(body: JSON, bank: Bank, chance: Random) -> Any:
-    """A copy with one to five changes."""
-    root = {"body": copy.deepcopy(body)}
-    for _ in range(chance.choice((1, 1, 1, 2, 2, 3, 5))):
+    """A copy with one to four changes."""
+    root = {"body": _copy(body)}
+    for _ in range(chance.choice((1, 1, 1, 1, 2, 2, 4))):
         holder, key = _place(root["body"], chance) or (root, "body")
         chance.choice(_CHANGES)(holder, key, bank, chance)
         if not root:  # the whole body was taken away
@@ -76,7 +82,7 @@ def _place(value: Any, chance: Random) -> tuple[Holder, Any] | None:
     while keys := children(value):
         found = (value, chance.choice(keys))
         value = value[found[1]]
-        if chance.random() < 0.25:
+        if chance.random() < 0.15:
             break
     return found
 
@@ -93,7 +99,7 @@ def _empty(holder: Holder, key: Any, bank: Bank, chance: Random) -> None:
 
 
 def _repeat(holder: Holder, key: Any, bank: Bank, chance: Random) -> None:
-    again = copy.deepcopy(holder[key])
+    again = _copy(holder[key])
     if isinstance(holder, list):
         holder.insert(chance.randrange(len(holder) + 1), again)
     else:
@@ -103,7 +109,7 @@ def _repeat(holder: Holder, key: Any, bank: Bank, chance: Random) -> None:
 def _retype(holder: Holder, key: Any, bank: Bank, chance: Random) -> None:
     value = holder[key]
     others = (None, True, chance.choice(NUMBERS), chance.choice(bank.words), [], {}, [value], {"x": value}, str(value))
-    holder[key] = copy.deepcopy(chance.choice(others))
+    holder[key] = _copy(chance.choice(others))
 
 
 def _number(holder: Holder, key: Any, bank: Bank, chance: Random) -> None:
@@ -143,11 +149,11 @@ def _rename(holder: Holder, key: Any, bank: Bank, chance: Random) -> None:
 
 
 def _graft(holder: Holder, key: Any, bank: Bank, chance: Random) -> None:
-    holder[key] = copy.deepcopy(chance.choice(bank.pieces))
+    holder[key] = _copy(chance.choice(bank.pieces))
 
 
 def _add(holder: Holder, key: Any, bank: Bank, chance: Random) -> None:
-    value = copy.deepcopy(chance.choice((chance.choice(bank.pieces), chance.choice(bank.words), None)))
+    value = _copy(chance.choice((chance.choice(bank.pieces), chance.choice(bank.words), None)))
     if isinstance(holder[key], dict):
         holder[key][chance.choice(bank.keys)] = value
     elif isinstance(holder[key], list):
@@ -162,7 +168,8 @@ def _swap(holder: Holder, key: Any, bank: Bank, chance: Random) -> None:
 
 
 _CHANGES: Sequence[Callable[[Holder, Any, Bank, Random], None]] = (
-    _delete, _empty, _repeat, _retype, _number, _text, _text, _word, _word, _nest, _unnest, _rename, _graft, _add, _swap,
+    _delete, _empty, _repeat, _retype, _number, _text, _text, _word, _word, _nest, _unnest, _rename, _graft, _add,
+    _swap,
 )  # fmt: skip
 
 
@@ -194,7 +201,19 @@ def _flipped(raw: bytes, chance: Random) -> tuple[bytes, str]:
 
 def _inserted(raw: bytes, chance: Random) -> tuple[bytes, str]:
     at = chance.randrange(len(raw) + 1)
-    odd = (b"\xff", b"\xed\xa0\xbd", b"\x00", b"\xf0\x9f", b"NaN", b"-Infinity", b"1e999", b'"', b"}", b"\\ud83d", b"\x85")
+    odd = (
+        b"\xff",
+        b"\xed\xa0\xbd",
+        b"\x00",
+        b"\xf0\x9f",
+        b"NaN",
+        b"-Infinity",
+        b"1e999",
+        b'"',
+        b"}",
+        b"\\ud83d",
+        b"\x85",
+    )
     return raw[:at] + chance.choice(odd) + raw[at:], ""
 
 

@@ -1,4 +1,4 @@
-"""A strict reader of what the OpenAI Chat dialect streams: bytes in any pieces, accepted only in the order of the API."""
+"""A strict reader of OpenAI Chat's event streams: bytes in any pieces, accepted only in the order of the API."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ class StreamReader:
         assert self._envelope in (None, envelope), "another reply's chunk"
         self._envelope = envelope
         if self._told.finish:
-            assert self._wants_usage and self._told.usage is None, "something after the finish reason"
+            assert self._wants_usage, "something after the finish reason"
+            assert self._told.usage is None, "two usages"
             assert chunk["choices"] == []
             self._told.usage = chunk["usage"]
             return

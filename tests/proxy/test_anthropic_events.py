@@ -28,9 +28,9 @@ from polar_plugin.proxy.body import parse
 from polar_plugin.proxy.codec import Event, Incoming
 from polar_plugin.records import Completion, FinishReason, Message, SamplingParams, ToolCall
 
-from .oracle import exactly
 from .anthropic_replies import ECHOES, HELLO, LIST, NOTHING, READ, REPLIES, Echo, replies
 from .anthropic_stream import StreamReader, read
+from .oracle import exactly
 from .scripted import completion_of, say
 
 DIALECT = AnthropicMessages()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polar_plugin.proxy import sse
-from polar_plugin.proxy.codec import Event, Incoming
+from polar_plugin.proxy.codec import Incoming
 from polar_plugin.proxy.openai_chat import OpenAIChat
-from polar_plugin.records import ChatRequest, FinishReason, Message, SamplingParams, Tool, ToolCall
+from polar_plugin.records import IMAGE, ChatRequest, FinishReason, Image, Message, SamplingParams, Tool, ToolCall
 
+from .openai_stream import StreamReader, check_whole, read
 from .scripted import HELLO, completion_of, say
 
 DIALECT = OpenAIChat()
@@ -36,7 +37,7 @@ def call(name: str, arguments: Any, call_id: str = "c1") -> dict[str, Any]:
 # --- requests --------------------------------------------------------------------------------------------------------
 
 
-def test_developer_and_system_turns_stay_where_they_stand() -> None:
+def test_case_113_developer_and_system_turns_are_system_messages_where_they_stand() -> None:
     got = messages({"role": "developer", "content": "a"}, USER, {"role": "system", "content": "b"})
     assert got == (Message("system", "a"), Message("user", "hi"), Message("system", "b"))
 
@@ -55,7 +56,8 @@ def test_a_text_and_a_list_of_one_text_are_the_same_message(content: Any) -> Non
 @pytest.mark.parametrize(
     ("part", "placeholder", "path"),
     [
-        ({"type": "image_url", "image_url": {"url": "data:"}}, "[image omitted]", "messages.*.content.*.image_url"),
+        ({"type": "image_url", "image_url": {"url": ""}}, "[image omitted]", "messages.*.content.*.image_url"),
+        ({"type": "image_url", "image_url": None}, "[image omitted]", "messages.*.content.*.image_url"),
         ({"type": "input_audio", "input_audio": {}}, "[audio omitted]", "messages.*.content.*.input_audio"),
         ({"type": "file", "file": {}}, "[file omitted]", "messages.*.content.*.file"),
         ({"odd": 1}, "[part omitted]", "messages.*.content.*.part"),
@@ -65,6 +67,21 @@ def test_a_part_that_is_no_text_leaves_a_placeholder_and_is_counted(part: Any, p
     got = decode(messages=[{"role": "user", "content": [{"type": "text", "text": "see"}, part]}])
     assert got.messages == (Message("user", f"see\n{placeholder}"),)
     assert got.ignored == (path,)
+
+
+@pytest.mark.parametrize(
+    ("url", "image"),
+    [
+        ("data:image/png;base64,AAAA", Image("image/png", "AAAA")),
+        ("https://host/a.png", Image(url="https://host/a.png")),
+        ("data:", Image(url="data:")),
+    ],
+)
+def test_case_80_an_image_is_a_part_and_not_dropped(url: str, image: Image) -> None:
+    part = {"type": "image_url", "image_url": {"url": url, "detail": "low"}}
+    got = decode(messages=[{"role": "user", "content": [{"type": "text", "text": "see"}, part]}])
+    assert got.messages == (Message("user", f"see\n{IMAGE}", parts=("see", image)),)
+    assert got.ignored == ()
 
 
 def test_a_tool_result_is_told_the_function_that_its_call_named() -> None:
@@ -148,15 +165,16 @@ def test_the_sdks_retry_header_marks_a_retry(header: str, retry: bool) -> None:
     assert decode({"x-stainless-retry-count": header}).retry is retry
 
 
-def test_unknown_fields_are_dropped_and_named_once() -> None:
+def test_case_113_unknown_fields_are_dropped_and_named_once() -> None:
     got = decode(
         store=False,
+        reasoning_effort="high",
         functions=[{"name": "legacy"}],
         metadata={},
         response_format={"type": "json_object"},
         messages=[{**USER, "name": "bob", "weight": 1}, {**USER, "weight": 0, "refusal": None}],
     )
-    assert got.ignored == ("functions", "messages.*.weight", "response_format", "store")
+    assert got.ignored == ("functions", "messages.*.weight", "reasoning_effort", "response_format", "store")
     assert len(got.messages) == 2
 
 
@@ -189,95 +207,54 @@ def as_read(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
 
 
-def on_the_wire(events: Iterator[Event]) -> list[Any]:
-    """What a client reads from the bytes: JSON of each event, or its literal."""
-    read: list[Any] = []
-    for frame in b"".join(map(sse.encode, events)).decode("ascii").removesuffix("\n\n").split("\n\n"):
-        assert frame.startswith("data: ")
-        assert "\n" not in frame
-        data = frame.removeprefix("data: ")
-        read.append(data if data == "[DONE]" else json.loads(data))
-    return read
-
-
-class StreamReader:
-    """Accepts a stream only in the order in which the API sends one, and puts the message together."""
-
-    def __init__(self, frames: list[Any], *, usage: bool) -> None:
-        *chunks, done = frames
-        assert done == "[DONE]"
-        assert "[DONE]" not in chunks
-        assert len({(c["id"], c["created"], c["model"], c["object"]) for c in chunks}) == 1
-        if usage:
-            self.usage = chunks.pop()
-            assert self.usage["choices"] == []
-            assert all(c["usage"] is None for c in chunks)
-        else:
-            assert all("usage" not in c for c in chunks)
-        self.stage = 0
-        self.content = self.reasoning = ""
-        self.calls: list[dict[str, str]] = []
-        first, *middle, last = [self.choice(c) for c in chunks]
-        assert first in ({"role": "assistant", "content": ""}, {"role": "assistant", "content": None})
-        self.starts_empty = first["content"] is None
-        for delta in middle:
-            self.read(delta)
-        assert last == {}
-        self.finish = chunks[-1]["choices"][0]["finish_reason"]
-        assert [c["choices"][0]["finish_reason"] for c in chunks[:-1]] == [None] * (len(chunks) - 1)
-
-    def choice(self, chunk: Any) -> Any:
-        (choice,) = chunk["choices"]
-        assert choice.keys() == {"index", "delta", "finish_reason", "logprobs"}
-        assert choice["index"] == 0
-        return choice["delta"]
-
-    def read(self, delta: Any) -> None:
-        ((kind, value),) = delta.items()
-        stage = ["reasoning_content", "content", "tool_calls"].index(kind)
-        assert stage >= self.stage
-        self.stage = stage
-        if kind == "tool_calls":
-            self.read_call(*value)
-            return
-        assert 0 < len(value) <= 1024
-        if kind == "content":
-            self.content += value
-        else:
-            self.reasoning += value
-
-    def read_call(self, piece: Any) -> None:
-        function = piece["function"]
-        if piece["index"] == len(self.calls):
-            assert piece.keys() == {"index", "id", "type", "function"}
-            assert piece["type"] == "function"
-            assert function == {"name": function["name"], "arguments": ""}
-            self.calls.append({"id": piece["id"], "name": function["name"], "arguments": ""})
-            return
-        assert piece["index"] == len(self.calls) - 1
-        assert piece.keys() == {"index", "function"}
-        assert function.keys() == {"arguments"}
-        assert function["arguments"]
-        self.calls[-1]["arguments"] += function["arguments"]
+def streamed(reply: Message, *, usage: bool = False, **more: Any) -> bytes:
+    incoming = Incoming("", {}, {}, HELLO | {"stream_options": {"include_usage": usage}} | more.pop("body", {}))
+    completion = completion_of(reply, DIALECT.decode(incoming), **more)
+    return DIALECT.framing(incoming).encode(DIALECT.events(completion, incoming))
 
 
 @settings(deadline=None)
-@given(any_reply, st.booleans(), st.sampled_from(FinishReason))
+@given(any_reply, st.booleans(), st.booleans(), st.sampled_from(FinishReason))
 def test_any_reply_streams_in_the_order_of_the_api_and_adds_up_to_itself(
-    reply: Message, usage: bool, finish: FinishReason
+    reply: Message, usage: bool, logprobs: bool, finish: FinishReason
 ) -> None:
-    incoming = Incoming("", {}, {}, HELLO | {"stream_options": {"include_usage": usage}})
+    incoming = Incoming("", {}, {}, HELLO | {"stream_options": {"include_usage": usage}, "logprobs": logprobs})
     completion = completion_of(reply, DIALECT.decode(incoming), finish=finish)
-    got = StreamReader(on_the_wire(DIALECT.events(completion, incoming)), usage=usage)
+    got = read(sse.SSE.encode(DIALECT.events(completion, incoming)), usage=usage)
     assert (as_read(got.content), as_read(got.reasoning)) == (as_read(reply.content), as_read(reply.reasoning))
     assert [(as_read(c["name"]), c["arguments"], c["id"]) for c in got.calls] == [
         (as_read(c.name), c.arguments or "{}", c.id) for c in reply.tool_calls
     ]
     assert got.starts_empty == bool(reply.tool_calls and not reply.content)
-    whole = DIALECT.encode(completion, incoming)
+    whole = json.loads(sse.to_json(DIALECT.encode(completion, incoming)))
+    check_whole(whole)
     assert got.finish == whole["choices"][0]["finish_reason"]
-    if usage:
-        assert got.usage["usage"] == whole["usage"]
+    assert got.logprobs == ((whole["choices"][0]["logprobs"] or {}).get("content") or [])
+    assert len(got.logprobs) == (3 if logprobs else 0)
+    assert got.usage == (whole["usage"] if usage else None)
+
+
+@settings(deadline=None, max_examples=60)
+@given(any_reply, st.data())
+def test_a_stream_reads_the_same_however_the_network_cuts_it(reply: Message, data: st.DataObject) -> None:
+    sent = streamed(reply, usage=True)
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(sent)), max_size=20)))
+    reader = StreamReader(usage=True)
+    for start, end in zip([0, *cuts], [*cuts, len(sent)], strict=True):
+        reader.feed(sent[start:end])
+    assert reader.finish() == read(sent, usage=True)
+
+
+def test_a_stream_may_be_cut_at_each_of_its_bytes() -> None:
+    sent = streamed(say("é😀", "思考", ToolCall("f", '{"a": "é"}', "1")), body={"logprobs": True})
+    wanted = read(sent)
+    for cut in range(len(sent)):
+        reader = StreamReader(usage=False)
+        reader.feed(sent[:cut])
+        with pytest.raises(AssertionError):
+            reader.finish()
+        reader.feed(sent[cut:])
+        assert reader.finish() == wanted
 
 
 @settings(deadline=None)
@@ -293,25 +270,62 @@ def test_the_whole_reply_read_back_is_the_reply(reply: Message) -> None:
     assert [c.id for c in echoed.tool_calls] == [c.id for c in reply.tool_calls]
 
 
+def changed(frames: list[bytes], at: int, old: bytes, new: bytes) -> list[bytes]:
+    assert old in frames[at]
+    return [*frames[:at], frames[at].replace(old, new, 1), *frames[at + 1 :]]
+
+
+SPOILED: dict[str, Callable[[list[bytes]], list[bytes]]] = {
+    "no end": lambda f: f[:-1],
+    "no beginning": lambda f: f[1:],
+    "two beginnings": lambda f: [f[0], *f],
+    "two ends": lambda f: [*f, f[-1]],
+    "something behind the end": lambda f: [*f, f[2]],
+    "another order": lambda f: [f[0], f[2], f[1], *f[3:]],
+    "calls before text": lambda f: [*f[:2], *f[3:5], f[2], *f[5:]],
+    "a piece of a call before its head": lambda f: [*f[:3], f[4], f[3], *f[5:]],
+    "a gap in the calls": lambda f: [*f[:3], *f[5:]],
+    "a call without arguments": lambda f: [*f[:4], *f[5:]],
+    "finished early": lambda f: [f[0], f[-3], *f[1:]],
+    "not finished": lambda f: [*f[:-3], *f[-2:]],
+    "finished twice": lambda f: [*f[:-2], *f[-3:]],
+    "no usage": lambda f: [*f[:-2], f[-1]],
+    "two usages": lambda f: [*f[:-1], *f[-2:]],
+    "usage before the end": lambda f: [*f[:2], f[-2], *f[2:]],
+    "an unknown reason": lambda f: changed(f, -3, b'"tool_calls"', b'"done"'),
+    "an unknown field": lambda f: changed(f, 2, b'"created"', b'"novelty":1,"created"'),
+    "an unknown field within a delta": lambda f: changed(f, 2, b'"content"', b'"novelty":1,"content"'),
+    "an empty text": lambda f: changed(f, 2, b'"text"', b'""'),
+    "an index as text": lambda f: changed(f, 2, b'"index":0', b'"index":"0"'),
+    "another reply's chunk": lambda f: changed(f, 2, b"chatcmpl-c1", b"chatcmpl-c2"),
+    "a comment": lambda f: [*f[:2], b": keep-alive\n\n", *f[2:]],
+    "half a surrogate pair as bytes": lambda f: changed(f, 2, b"text", b"\xf0\x9f"),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED.keys())
+def test_control_the_state_machine_rejects_a_spoiled_stream(spoil: Any) -> None:
+    reply = say("text", "thought", ToolCall("f", '{"a": 1}', "1"), ToolCall("g", "{}", "2"))
+    sent = streamed(reply, usage=True)
+    read(sent, usage=True)
+    frames = [frame + b"\n\n" for frame in sent.split(b"\n\n")[:-1]]
+    with pytest.raises((AssertionError, ValueError, TypeError)):
+        read(b"".join(spoil(frames)), usage=True)
+
+
 @pytest.mark.parametrize(
     "spoil",
-    [
-        lambda e: e[:-1],
-        lambda e: e[1:],
-        lambda e: [*e, e[-1]],
-        lambda e: [e[0], *reversed(e[1:-2]), *e[-2:]],
-        lambda e: [*e[:-4], e[-3], e[-4], *e[-2:]],
-        lambda e: [e[0], e[-2], *e[1:]],
-    ],
-    ids=["no end", "no beginning", "two ends", "order", "a piece before its head", "finished twice"],
-)
-def test_control_the_state_machine_rejects_a_spoiled_stream(spoil: Any) -> None:
+    [lambda r: r.update(novelty=1), lambda r: r["choices"][0]["message"].update(novelty=1),
+     lambda r: r["choices"][0]["message"].update(content=7), lambda r: r["usage"].update(prompt_tokens="8"),
+     lambda r: r["choices"][0].update(finish_reason="done"), lambda r: r.pop("id"), lambda r: r.update(created=1.5)],
+)  # fmt: skip
+def test_control_the_oracle_rejects_a_spoiled_reply(spoil: Any) -> None:
     incoming = Incoming("", {}, {}, HELLO)
-    reply = say("text", "thought", ToolCall("f", "{}", "1"), ToolCall("g", "{}", "2"))
-    events = list(DIALECT.events(completion_of(reply, DIALECT.decode(incoming)), incoming))
-    StreamReader(on_the_wire(iter(events)), usage=False)
-    with pytest.raises((AssertionError, ValueError)):
-        StreamReader(on_the_wire(iter(spoil(events))), usage=False)
+    whole = DIALECT.encode(completion_of(say("text"), DIALECT.decode(incoming)), incoming)
+    check_whole(whole)
+    spoil(whole)
+    with pytest.raises(ValueError):
+        check_whole(whole)
 
 
 def test_a_reply_id_carries_the_apis_prefix_once() -> None:

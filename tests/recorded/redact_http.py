@@ -39,6 +39,7 @@ _KEPT = (
     r"Generate a title for this conversation:",
     r"Got it\. Thanks for the additional context!",
     r"\[The previous response was interrupted before it completed\.\]",
+    r"\[System: You previously returned an empty response",
     r"Task Routing AI",
     r"Chunk ID|Wall time",
 )

@@ -9,18 +9,18 @@ from __future__ import annotations
 import itertools
 import json
 import lzma
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 
-from polar_plugin.engine.base import Parsed, Renderer
+from polar_plugin.engine.base import Engine, Parsed, Renderer
 from polar_plugin.engine.scripted import Reply, ScriptedEngine
 from polar_plugin.engine.turn import Conversation, Policy
 from polar_plugin.errors import EngineBusy
-from polar_plugin.proxy.server import Proxy
+from polar_plugin.proxy.server import Proxy, ProxyConfig
 from polar_plugin.records import (
     BreakReason,
     ChatRequest,
@@ -36,6 +36,8 @@ from polar_plugin.records import (
 
 DIRECTORY = Path(__file__).parent
 CONTEXT = 200_000
+PATIENCE = 600.0
+"""Seconds within which a failure has an HTTP status of its own: on a busy machine, too, it ends no stream midway."""
 _CUT = frozenset({"length", "max_tokens", "MAX_TOKENS", "incomplete"})
 
 
@@ -102,7 +104,7 @@ def _name(call: dict[str, Any]) -> str:
 
 
 class Remembering:
-    """A renderer whose replies are the recorded ones where the chat format cannot carry them (arguments not JSON)."""
+    """A renderer whose replies have the recorded ids of calls; arguments that are no JSON come as recorded, too."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
@@ -120,6 +122,10 @@ class Remembering:
     def stop_ids(self) -> tuple[int, ...]:
         return self._renderer.stop_ids
 
+    @property
+    def multimodal(self) -> bool:
+        return self._renderer.multimodal
+
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> TokenIds:
         return self._renderer.render(messages, tools)
 
@@ -130,10 +136,14 @@ class Remembering:
 
     def parse(self, output_ids: TokenIds, request: ChatRequest, prompt_ids: TokenIds) -> Parsed:
         assert self.recorded is not None
-        if self.recorded.well_formed:
-            return self._renderer.parse(output_ids, request, prompt_ids)
         assert self.recorded.reply is not None
-        return Parsed(message_of(self.recorded.reply))
+        told = message_of(self.recorded.reply)
+        if not self.recorded.well_formed:
+            return Parsed(told)
+        parsed = self._renderer.parse(output_ids, request, prompt_ids)
+        pairs = zip(parsed.reply.tool_calls, told.tool_calls, strict=True)
+        calls = tuple(replace(call, id=recorded.id) for call, recorded in pairs)
+        return replace(parsed, reply=replace(parsed.reply, tool_calls=calls))
 
     def decode(self, ids: TokenIds) -> str:
         return self._renderer.decode(ids)
@@ -150,10 +160,19 @@ class Replayed:
     """Of all."""
 
 
-async def replay(name: str, renderer: Renderer, tokenizer: Any) -> Replayed:
+class Voice(Protocol):
+    """Gives an open engine that says what a recording says: `script` has the reply to the exchange under way."""
+
+    def __call__(self, script: Callable[[object], Reply], tokenizer: Any, /) -> Engine: ...
+
+
+def scripted(script: Callable[[object], Reply], tokenizer: Any) -> Engine:
+    return ScriptedEngine(script, tokenizer, context_length=CONTEXT)
+
+
+async def replay(name: str, renderer: Renderer, tokenizer: Any, voice: Voice = scripted) -> Replayed:
     """One exchange after the other. Exchanges that got no reply get 503 from us: nothing of them is to be kept."""
     exchanges, remembering = load(name), Remembering(renderer)
-    current = iter(exchanges)
 
     def script(call: object) -> Reply:
         assert remembering.recorded is not None
@@ -162,17 +181,17 @@ async def replay(name: str, renderer: Renderer, tokenizer: Any) -> Replayed:
             return Reply(raises=EngineBusy("as recorded: no answer", retry_after=1.0))
         return Reply(written(reply), finish_reason=_finish(reply))
 
-    engine = ScriptedEngine(script, tokenizer, context_length=CONTEXT)
+    engine = voice(script, tokenizer)
     policy = Policy(engine, remembering, SamplingParams(max_tokens=20_000), CONTEXT)
     numbers = itertools.count(1)
     conversation = Conversation(policy, "s", clock=lambda: 0.0, new_id=lambda: f"{next(numbers):032x}")
     statuses: list[int] = []
     async with (
-        Proxy().serving() as proxy,
-        aiohttp.ClientSession() as http,
+        Proxy(ProxyConfig(header_grace_seconds=PATIENCE)).serving() as proxy,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as http,  # broken streams end it
         proxy.session("s", conversation) as session,
     ):
-        for recorded in current:
+        for recorded in exchanges:
             remembering.recorded = recorded
             url, headers = f"{proxy.url}/s/{session.key}{recorded.path}", _headers(recorded)
             async with http.request(recorded.method, url, headers=headers, json=recorded.body) as response:

@@ -171,7 +171,7 @@ class MemoryRuntime:
 
 class MemorySession:
     def __init__(self, key: str, sessions: MemorySessions) -> None:
-        self.key, self.sealed = key, False
+        self.key, self.sealed, self._opened = key, False, anyio.current_time()
         self.calls, self.last_error, self._ledger = sessions.calls, sessions.last_error, sessions.ledger
 
     async def first_call(self) -> None:
@@ -182,7 +182,7 @@ class MemorySession:
         await anyio.sleep_forever()
 
     async def quiet(self, seconds: float) -> None:
-        await anyio.sleep(seconds)
+        await anyio.sleep_until(self._opened + seconds)
 
     def seal(self) -> CompletionSession:
         self.sealed = True

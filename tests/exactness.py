@@ -1,0 +1,42 @@
+"""What the tests of exact context measure with: a small model, and its log-probabilities by one plain forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from polar_plugin.engine.base import Renderer
+from polar_plugin.records import LogProbs, TokenIds, log_probs
+
+LIMIT = 1e-4
+"""Recomputed and recorded log-probabilities differ by no more, in float32."""
+
+
+def random_model(renderer: Renderer) -> PreTrainedModel:
+    """Two float32 layers of width 32 over the renderer's vocabulary, for contexts of up to 32 768 tokens.
+
+    The weights are wide (0.2) so that what stands in the context shows: one other token among 12 000 moves more than
+    nine in ten of the log-probabilities behind it by more than `LIMIT`, rounding by a fifth of it.
+    """
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=renderer.vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, max_position_embeddings=32768,
+        tie_word_embeddings=True, initializer_range=0.2, eos_token_id=renderer.stop_ids[0], bos_token_id=None,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).eval()
+
+
+@torch.inference_mode()
+def scored(model: PreTrainedModel, ids: TokenIds, positions: Sequence[int] | npt.NDArray[np.int64]) -> LogProbs:
+    """float32 [len(positions)]: of the ids there (not 0), by one full forward pass of transformers' own.
+
+    The model is in no engine's hands. Memory is the vocabulary's size for each position, not for each id.
+    """
+    tokens, wanted = torch.from_numpy(ids.astype(np.int64)), torch.as_tensor(np.asarray(positions, np.int64))
+    logits = model(input_ids=tokens[None], use_cache=False, logits_to_keep=wanted - 1).logits[0]
+    return log_probs(torch.log_softmax(logits.float(), dim=-1)[torch.arange(len(wanted)), tokens[wanted]].numpy())
