@@ -109,8 +109,9 @@ class Sessions(RuleBasedStateMachine):
 
     # --- conversations ------------------------------------------------------------------------------------------------
 
-    @initialize(says=SAYS, habit=HABIT)
-    def begin(self, says: Sampled, habit: tuple[Habits, int]) -> None:
+    @initialize(says=SAYS, habit=HABIT, joins=st.sampled_from([None, "", "\n", "\n\n", " "]))
+    def begin(self, says: Sampled, habit: tuple[Habits, int], joins: str | None) -> None:
+        self.joins = joins
         self.threads.append(Thread(SYSTEMS[0], SHELL))
         self.say(0, says, habit)
 
@@ -322,7 +323,7 @@ class Sessions(RuleBasedStateMachine):
             thread.entries.append(Entry(reply, completion.id, after=last.text if own else ""))
 
     def asked(self, thread: Thread, habit: tuple[Habits, int], role: Role | None = None) -> Asked:
-        lines = tell(thread.system, thread.entries, habit[0], habit[1], self.number())
+        lines = tell(thread.system, thread.entries, habit[0], habit[1], self.number(), self.joins)
         return Asked(thread.system, thread.tools, tuple(thread.entries), tuple(lines), thread.name, role)
 
     def ask(
