@@ -1,7 +1,8 @@
 """Gemini CLI (npm `@google/gemini-cli`), over Google's generateContent.
 
 The prompt goes by the standard input. Its compaction knows no model's window but Google's, of 2**20 tokens, so the
-share of it at which the history is compacted is set such that the trainer's context is kept.
+share of it at which the history is compacted is set such that the trainer's context is kept. It compacts what lies
+before a user's message: within a run of one instruction there is nothing, and where the context overflows, it ends.
 """
 
 from __future__ import annotations
