@@ -7,7 +7,7 @@ TORCH := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo torch || echo tor
 
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: system setup quickstart test test-all fuzz test-sglang test-cli test-clis test-slime test-vllm check clean
+.PHONY: system setup quickstart test fuzz property test-sglang test-cli test-clis test-slime test-vllm check clean
 
 # Sandboxes need bubblewrap, grading git and patch, tests npm; only what is missing is installed.
 system:
@@ -52,6 +52,10 @@ test-slime: setup
 
 test-vllm: setup
 	$(BIN)/python -m pytest tests/engine/test_vllm.py -k live
+
+# 200 000 random sessions against the oracle: hours. A part at a time: ARGS='-k says[0]'.
+property: setup
+	$(BIN)/python -m pytest tests/property --sessions 200000 $(ARGS)
 
 check: setup
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright --pythonpath $(BIN)/python

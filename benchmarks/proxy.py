@@ -1,6 +1,6 @@
 """What the proxy costs: one turn through each model API against a bare echo, and many sessions on one core.
 
-    python benchmarks/proxy.py [--tokenizer DIR] [--slime DIR] [--turns 15] [--sessions 200] [--lengths 2000 20000 100000]
+    python benchmarks/proxy.py [--tokenizer DIR] [--slime DIR] [--turns 15] [--sessions 200] [--lengths 2000 100000]
 
 Everything stays on the loopback: each server is a process of its own on one core, the load comes from another one.
 
@@ -106,7 +106,7 @@ async def serve_ours(args: argparse.Namespace) -> None:
     policy = Policy(engine, renderer, SamplingParams(max_tokens=1000), CONTEXT)
     async with Proxy().serving() as proxy, anyio.create_task_group() as group:
         sessions = [
-            proxy._table.open(f"s{number}", Conversation(policy, f"s{number}"))  # noqa: SLF001
+            proxy._table.open(f"s{number}", Conversation(policy, f"s{number}"))
             for number in range(KEYS if args.slow else 100)
         ]
 
@@ -192,7 +192,8 @@ class Server:
     keys: list[str]
 
     def ask(self, what: str) -> float:
-        assert self.process.stdin and self.process.stdout
+        assert self.process.stdin
+        assert self.process.stdout
         self.process.stdin.write(f"{what}\n")
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
@@ -202,7 +203,7 @@ class Server:
 async def server(kind: str, args: argparse.Namespace, *, slow: bool = False) -> AsyncGenerator[Server]:
     argv = [sys.executable, __file__, "--serve", kind, "--tokenizer", str(args.tokenizer), "--core", str(CORES[0])]
     argv += ["--slime", str(args.slime)] if args.slime else []
-    process = subprocess.Popen(
+    process = subprocess.Popen(  # noqa: ASYNC220
         [*argv, *(["--slow"] if slow else [])], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:

@@ -34,6 +34,12 @@ class EngineConfig(_Part):
     """Prompt and output tokens together; default: what the engine says of itself."""
     options: Mapping[str, Any] = Field(default_factory=dict)
     """Passed to the engine's constructor."""
+    replay: tuple[Literal["routed_experts", "top_p"], ...] = ()
+    """What the engine tells beside the tokens, for a trainer that replays it.
+
+    The experts that a mixture-of-experts model sent each token to, and the ids that `top_p` left to draw from. `sglang`
+    alone has them; an engine that does not tell them fails at start. Under slime it comes from slime's own arguments.
+    """
 
 
 class RendererConfig(_Part):

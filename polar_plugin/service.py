@@ -72,11 +72,12 @@ class RolloutService:
         async with AsyncExitStack() as stack:
             renderer = self._given_renderer or await anyio.to_thread.run_sync(make_renderer, self.config)
             engine = self._given_engine or make_engine(self.config, vocab_size=renderer.vocab_size)
+            _check_replay(self.config, engine)
             self.engine = await stack.enter_async_context(engine)
             self.info = await self.engine.probe()
             length = min(self.config.engine.context_length or self.info.context_length, self.info.context_length)
             sampling, images = self.config.sampling.params(), self.config.renderer.images
-            self.policy = Policy(self.engine, renderer, sampling, length, images)
+            self.policy = Policy(self.engine, renderer, sampling, length, images, bool(self.config.engine.replay))
             sockets = stack.enter_context(tempfile.TemporaryDirectory(prefix="polar-"))
             self.proxy = Proxy(ProxyConfig(unix_socket=Path(sockets) / "proxy.sock", **self.config.proxy.model_dump()))
             await stack.enter_async_context(self.proxy.serving())
@@ -283,6 +284,7 @@ class _Run:
                 "renderer": renderer.name,
                 "vocab_size": renderer.vocab_size,
             },
+            end_of_turn=renderer.stop_ids,
             metadata=attempt.task.metadata,
         )
 
@@ -307,6 +309,8 @@ def make_engine(config: RolloutConfig, *, vocab_size: int) -> Engine:
     """The engine that `config.engine` names, not yet entered; no id from `vocab_size` on is sent. ConfigError."""
     engine = config.engine
     options: dict[str, Any] = dict(engine.options)
+    if engine.kind == "sglang":
+        options = {"replay": engine.replay, **options}
     if engine.kind in ("sglang", "vllm"):
         if not engine.url:
             raise ConfigError(f"engine.url is not set: the {engine.kind} engine needs the address of its server")
@@ -316,6 +320,14 @@ def make_engine(config: RolloutConfig, *, vocab_size: int) -> Engine:
     elif engine.model is not None:
         options["model"] = engine.model
     return cast("Engine", plugins.create(engine.kind, plugins.ENGINES, "engine", options))
+
+
+def _check_replay(config: RolloutConfig, engine: Engine) -> None:
+    if missing := set(config.engine.replay) - set(getattr(engine, "replay", ())):
+        raise ConfigError(
+            f"engine.replay asks for {', '.join(sorted(missing))}, which the engine {config.engine.kind!r} does not"
+            " tell: set engine.kind to sglang, or take it out of engine.replay"
+        )
 
 
 def model_directory(config: RolloutConfig) -> Path:

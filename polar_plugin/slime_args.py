@@ -74,6 +74,8 @@ class SlimeArgs:
     apply_chat_template: bool = False
     partial_rollout: bool = False
     use_rollout_routing_replay: bool = False
+    num_layers: int | None = None
+    moe_router_topk: int | None = None
     over_sampling_batch_size: int | None = None
     custom_generate_function_path: str | None = None
     custom_rm_path: str | None = None
@@ -100,6 +102,11 @@ class SlimeArgs:
         if self.max_tokens_per_gpu is None or not self.use_dynamic_batch_size:
             return None
         return self.max_tokens_per_gpu * self.context_parallel_size
+
+    @property
+    def experts(self) -> tuple[int, int] | None:
+        """Layers, and experts a token, where the trainer replays the router."""
+        return (self.num_layers or 0, self.moe_router_topk or 0) if self.use_rollout_routing_replay else None
 
     @property
     def estimator(self) -> str:
@@ -129,6 +136,8 @@ def rollout_config(args: SlimeArgs, *, dataset: Any = None) -> RolloutConfig:
         if value is not None:
             sections[section].setdefault(key, value)
     _pin(sections["sampling"], _sampling(args) if dataset is None else _eval_sampling(args, dataset))
+    if sections["engine"].get("kind", "sglang") == "sglang" and dataset is None:
+        sections["engine"].setdefault("replay", _replay(args, sections["sampling"].get("top_p", 1.0)))
     return load_config({**given, **sections})
 
 
@@ -160,6 +169,12 @@ def _sampling(args: SlimeArgs) -> dict[str, tuple[str, Any]]:
         "max_tokens": ("--rollout-max-response-len", args.rollout_max_response_len),
         "stop": ("--rollout-stop", list(stop) if stop else None),
     }
+
+
+def _replay(args: SlimeArgs, top_p: float) -> list[str]:
+    """What slime's trainer replays."""
+    experts = ["routed_experts"] if args.use_rollout_routing_replay else []
+    return experts if top_p == 1.0 else [*experts, "top_p"]
 
 
 def _eval_sampling(args: SlimeArgs, dataset: Any) -> dict[str, tuple[str, Any]]:
@@ -207,13 +222,18 @@ def _biases(args: SlimeArgs, config: RolloutConfig) -> Iterator[str]:
             f"set --custom-reward-post-process-path {POST_PROCESS}: without it slime takes the baseline over traces, "
             "and over all prompts at once where their number is uneven"
         )
-    if config.sampling.top_p != 1.0:
+    if config.sampling.top_p != 1.0 and "top_p" not in config.engine.replay:
         yield (
-            "set --rollout-top-p 1: the trainer's log-probabilities are over the whole vocabulary and the nucleus is "
-            "not replayed"
+            "set --rollout-top-p 1: the trainer replays what top-p left to draw from, which the engine "
+            f"{config.engine.kind!r} is not asked to tell (polar.engine.replay: [top_p]; sglang can)"
         )
-    if args.use_rollout_routing_replay:
-        yield "leave out --use-rollout-routing-replay: traces carry no routed experts"
+    if args.use_rollout_routing_replay and "routed_experts" not in config.engine.replay:
+        yield (
+            f"leave out --use-rollout-routing-replay: the engine {config.engine.kind!r} is not asked to tell routed "
+            "experts (polar.engine.replay: [routed_experts]; sglang can)"
+        )
+    if args.experts and not all(args.experts):
+        yield "set --num-layers and --moe-router-topk: --use-rollout-routing-replay gives experts their shape by them"
     if args.apply_chat_template and "{sample.prompt}" in repr(config.task.get("instruction", "{sample.prompt}")):
         yield "leave out --apply-chat-template: the agent's messages are rendered; a rendered prompt would be twice"
 

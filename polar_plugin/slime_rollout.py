@@ -14,6 +14,7 @@ from __future__ import annotations
 import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -141,7 +142,10 @@ def _run(
     with tqdm(total=len(attempts), desc=label, unit="session", disable=None) as bar:
         trajectories = slime_service.run(config, attempts, lambda _: cast("None", bar.update()))
     _check_complete(attempts, trajectories)
-    how = Conversion(told.reward_key, None if values["evaluation"] else told.max_trace_tokens, config.on_timeout)
+    how = Conversion(told.reward_key, on_timeout=config.on_timeout)
+    if not values["evaluation"]:
+        top_p = "top_p" in config.engine.replay
+        how = replace(how, max_tokens=told.max_trace_tokens, experts=told.experts, top_p=top_p)
     ids = _session_numbers([slot for _, slot in drawn])
     sessions = [convert(*each, how) for each in zip(trajectories, (s for _, s in drawn), ids, strict=True)]
     groups: list[list[SessionSamples]] = [[] for _ in slots]

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .errors import EvaluationError, MergeError
 from .merge.traces import first_spans
-from .records import FinishReason, Message, Status, Trace, Trajectory
+from .records import Experts, FinishReason, Message, Status, Trace, Trajectory
 from .slime_types import METADATA_KEY, session_field, session_of
 
 _STATUS = {
@@ -38,6 +39,10 @@ class Conversion:
     max_tokens: int | None = None
     """The longest trace the trainer takes; None: any."""
     on_timeout: Literal["train", "exclude"] = "train"
+    experts: tuple[int, int] | None = None
+    """Layers, and experts a token, where the trainer replays the router."""
+    top_p: bool = False
+    """Whether the trainer replays what top-p left to draw from."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +56,10 @@ class SessionSamples:
     excluded: str = ""
     """Why it leaves the baseline; "" where it counts."""
     dropped: Mapping[str, int] = field(default_factory=dict[str, int])
-    """What is not trained, by reason: `over_long_traces`, `over_long_tokens`, `untrained_traces`, `sessions`."""
+    """What is not trained, by reason: `over_long_traces`, `over_long_tokens`, `untrained_traces`, `sessions`.
+
+    `unroutable_traces`, `choiceless_traces` and `unreplayable_tokens` lack what the trainer replays.
+    """
 
 
 def convert(trajectory: Trajectory, slot: Any, rollout_id: int, how: Conversion) -> SessionSamples:
@@ -62,13 +70,14 @@ def convert(trajectory: Trajectory, slot: Any, rollout_id: int, how: Conversion)
     number of sessions stays what slime's batch size counts on.
     """
     excluded = exclusion(trajectory, how.on_timeout)
-    traces, dropped = ((), Counter[str]()) if excluded else _trainable(trajectory.traces, how.max_tokens)
+    traces, dropped = ((), Counter[str]()) if excluded else _trainable(trajectory.traces, how)
     reward = 0.0 if excluded else float(cast("float", trajectory.reward))
     if excluded:
         dropped["sessions"] += 1
     common = _common(trajectory, slot, rollout_id, _keyed(reward, how), excluded)
     process = _process_rewards(trajectory)
-    samples = [_sample(common, trace, position, process) for position, trace in traces] or [_placeholder(common)]
+    samples = [_sample(common, trace, position, process, how) for position, trace in traces]
+    samples = samples or [_placeholder(common, how)]
     return SessionSamples(trajectory, samples, reward, excluded, dict(dropped))
 
 
@@ -98,18 +107,31 @@ def validate(groups: Sequence[Sequence[SessionSamples]]) -> None:
                 raise MergeError(f"sessions {owner} and {name} share the rollout id {session_of(sample)}")
 
 
-def _trainable(traces: Sequence[Trace], limit: int | None) -> tuple[Sequence[tuple[int, Trace]], Counter[str]]:
-    """The traces that train something, with their positions, cut to `limit` tokens."""
+def _trainable(traces: Sequence[Trace], how: Conversion) -> tuple[Sequence[tuple[int, Trace]], Counter[str]]:
+    """The traces that train something, with their positions, cut to the longest that the trainer takes."""
     kept: list[tuple[int, Trace]] = []
     dropped = Counter[str]()
     for position, trace in enumerate(traces):
-        cut = _clipped(trace, limit)
+        if lacking := _lacking(trace, how):
+            dropped[lacking] += 1
+            dropped["unreplayable_tokens"] += trace.trained
+            continue
+        cut = _clipped(trace, how.max_tokens)
         dropped["over_long_tokens"] += trace.trained - (cut.trained if cut else 0)
         if cut and cut.trained:
             kept.append((position, cut))
         else:
             dropped["over_long_traces" if trace.trained else "untrained_traces"] += 1
     return kept, +dropped
+
+
+def _lacking(trace: Trace, how: Conversion) -> str:
+    """What the trainer would replay and the engine did not tell of it; "" where all is there."""
+    if not trace.trained:
+        return ""
+    if how.experts and trace.routing is None:
+        return "unroutable_traces"
+    return "choiceless_traces" if how.top_p and trace.nucleus is None else ""
 
 
 def _clipped(trace: Trace, limit: int | None) -> Trace | None:
@@ -125,6 +147,8 @@ def _clipped(trace: Trace, limit: int | None) -> Trace | None:
         loss_mask=trace.loss_mask[:room],
         response_logprobs=trace.response_logprobs[:room],
         versions=first_spans(trace.versions, room),
+        routing=None if trace.routing is None else trace.routing[: limit - 1],
+        nucleus=trace.nucleus and trace.nucleus.first(room),
         finish_reason=FinishReason.LENGTH,
     )
 
@@ -157,7 +181,7 @@ def _common(trajectory: Trajectory, slot: Any, rollout_id: int, reward: Any, exc
     return sample
 
 
-def _sample(common: Any, trace: Trace, position: int, process: Sequence[float] | None) -> Any:
+def _sample(common: Any, trace: Trace, position: int, process: Sequence[float] | None, how: Conversion) -> Any:
     sample = _copy(common, role=trace.role.value, break_reason=trace.metadata.get("break_reason", ""), trace=position)
     if process is not None:
         sample.metadata[METADATA_KEY]["process_reward"] = process[position]
@@ -169,12 +193,33 @@ def _sample(common: Any, trace: Trace, position: int, process: Sequence[float] |
     sample.loss_mask = trace.loss_mask.astype(int).tolist()
     sample.rollout_log_probs = trace.response_logprobs.tolist()
     sample.weight_versions = [span.version for span in trace.versions if span.version]
+    if how.experts and trace.routing is not None:
+        sample.rollout_routed_experts = _experts(trace.routing, how.experts)
+    if how.top_p and trace.nucleus is not None:
+        sample.rollout_top_p_token_ids = trace.nucleus.ids.tolist()
+        sample.rollout_top_p_token_offsets = trace.nucleus.offsets.tolist()
     return sample
 
 
-def _placeholder(common: Any) -> Any:
+def _experts(routing: Experts, shape: tuple[int, int]) -> NDArray[np.int32]:
+    """int32 [tokens - 1, layers, experts a token], as slime's trainer takes them."""
+    layers, chosen = shape
+    if routing.shape[1] != layers * chosen:
+        raise MergeError(
+            f"the engine told {routing.shape[1]} experts a token, but --num-layers {layers} x --moe-router-topk"
+            f" {chosen} are {layers * chosen}: trainer and engine hold different models"
+        )
+    return routing.astype(np.int32).reshape(-1, layers, chosen)
+
+
+def _placeholder(common: Any, how: Conversion) -> Any:
     """Holds a session's place in the batch: one prompt token, one response token, nothing trained."""
     sample = _copy(common)
+    if how.experts:  # those of no token; slime refuses rows that are all 0
+        layers, chosen = how.experts
+        sample.rollout_routed_experts = np.tile(np.arange(chosen, dtype=np.int32), (1, layers, 1))
+    if how.top_p:
+        sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets = [], [0, 0]
     sample.tokens, sample.response, sample.response_length = [0, 0], "", 1
     sample.loss_mask, sample.rollout_log_probs, sample.weight_versions = [0], [0.0], []
     sample.remove_sample = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
 import subprocess
@@ -12,9 +13,11 @@ import yaml
 from typer.testing import CliRunner
 
 from polar_plugin.cli import app
-from polar_plugin.config import load_config, load_task
+from polar_plugin.config import RolloutConfig, load_config, load_task
 from polar_plugin.errors import ConfigError
 from polar_plugin.harnesses.base import LaunchContext
+from polar_plugin.merge.builders import PrefixMerging
+from polar_plugin.merge.untrained import Untrained
 from polar_plugin.plugins import HARNESSES, resolve
 from polar_plugin.proxy.anthropic_messages import AnthropicMessages
 from polar_plugin.proxy.google_generate import GoogleGenerate
@@ -126,3 +129,10 @@ def test_the_readme_says_how_every_marked_suite_is_run() -> None:
     config = (ROOT / "pyproject.toml").read_text()
     for marker in re.findall(r'^  "(\w+): ', config, re.M):
         assert marker == "model" or f"test-{marker}" in README, marker
+
+
+def test_the_page_on_traces_names_each_setting_of_the_builder_and_each_reason_not_to_train() -> None:
+    page = (ROOT / "docs" / "traces.md").read_text()
+    settings = list(inspect.signature(PrefixMerging).parameters)
+    for name in (*settings, *Untrained, *RolloutConfig.model_fields["verify"].annotation.__args__):  # type: ignore[union-attr]
+        assert re.search(rf"\b{name}\b", page), name

@@ -1,7 +1,8 @@
-"""Recorded sessions of real agent programs, with a real model behind the proxy: exact context from their HTTP to traces.
+"""Recorded sessions of real agent programs, a real model behind the proxy: exact context from their HTTP to traces.
 
 What the model said is forced to be what was recorded, token by token, and each token has the log-probability that the
-model gave it in that very call. Then each trace is scored anew, in one forward pass that shares no code with the engine.
+model gave it in that very call. Then each trace is scored anew, in one forward pass that shares no code with the
+engine.
 """
 
 from __future__ import annotations

@@ -27,7 +27,9 @@ ask() {
   exec 3>&-
 }
 """
-GRADED = {"evaluator": {"strategy": "test_on_output", "config": {"test_command": "grep -q mended result"}}}
+GRADED: dict[str, Any] = {
+    "evaluator": {"strategy": "test_on_output", "config": {"test_command": "grep -q mended result"}}
+}
 
 
 @pytest.fixture(scope="module")

@@ -100,7 +100,7 @@ def completions(draw: st.DrawFn, name: str, earlier: list[Completion]) -> Comple
         id=name,
         request=ChatRequest(
             tuple(messages), tuple(tools), draw(TEXT), draw(SAMPLING), draw(st.booleans()), draw(TEXT), draw(TEXT),
-            draw(st.sampled_from(Role)), draw(st.booleans()), tuple(draw(st.lists(TEXT, max_size=2))),
+            draw(st.sampled_from(Role)), draw(TEXT), draw(st.booleans()), tuple(draw(st.lists(TEXT, max_size=2))),
         ),
         prompt_ids=token_ids(prompt),
         generation=Generation(

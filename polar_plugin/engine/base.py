@@ -52,6 +52,31 @@ class Engine(Protocol):
         ...
 
 
+class Replaying(Protocol):
+    """An engine that also tells what trainers replay: `Generation.routing` or `nucleus`."""
+
+    @property
+    def replay(self) -> Sequence[str]:
+        """What it was made to tell: "routed_experts", "top_p"."""
+        ...
+
+    async def generate(
+        self,
+        prompt_ids: TokenIds,
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        session_id: str,
+        stop_ids: Sequence[int] = (),
+        replay_from: int = 0,
+    ) -> Generation:
+        """As `Engine.generate`. The experts of the first `replay_from` tokens are known: only later rows are told.
+
+        So what a turn costs follows what is new in it.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Parsed:
     """An assistant turn read out of sampled ids. `reply.tool_calls` have no ids yet."""

@@ -69,7 +69,7 @@ class History:
             if candidates := self._candidates(line, position):
                 return self._continuing(request, line, candidates, position)
         if again := self._asked(line, ""):
-            role = roles.told(request) or again.role
+            role = roles.told(request) or roles.thread_role(request) or again.role
             return Place(request, role, None, request.messages, again.break_reason, again)
         return self._beginning(request, line)
 

@@ -54,7 +54,7 @@ class LibraryRenderer:
         self.vocab_size = tokenizer.vocab_size
         self.multimodal = False
         start = tokenizer.special.get("<|start|>")
-        self._edges = np.array([*ends, *([] if start is None else [start])], np.int32)
+        self._edges = frozenset([*ends, *([] if start is None else [start])])
         self._foreign_ends = frozenset(tokenizer.stop_ids) - frozenset(ends)
         self._proved: dict[tuple[Kind, int | None], BreakReason | None] = {}
         self.shape = Shape()
@@ -188,9 +188,10 @@ class LibraryRenderer:
         """The end of a prompt from the last token that ends or opens a turn: all that the library looks at."""
         size = len(prompt) if self._needs_whole_prompt else 1024
         while size < len(prompt):
-            hits = np.flatnonzero(np.isin(prompt[-size:], self._edges))
-            if len(hits):
-                return prompt[len(prompt) - size + int(hits[-1]) :].tolist()
+            ids: list[int] = prompt[-size:].tolist()
+            edge = next((at for at in range(size - 1, -1, -1) if ids[at] in self._edges), None)
+            if edge is not None:
+                return ids[edge:]
             size *= 8
         return prompt.tolist()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import anyio
@@ -13,9 +13,12 @@ import numpy as np
 
 from ..errors import EngineError
 from ..records import (
+    Experts,
     FinishReason,
     Generation,
     LogProbs,
+    Nucleus,
+    Routing,
     SamplingParams,
     TokenIds,
     VersionSpan,
@@ -79,6 +82,7 @@ class ScriptedEngine:
         version: str = "0",
         delay: Delay | None = None,
         model: str = "scripted",
+        replay: Sequence[str] = (),
     ) -> None:
         self._replies = replies
         self._encode: Encoder = _encoder(encode)
@@ -87,6 +91,8 @@ class ScriptedEngine:
         self.context_length = context_length
         self.version = version
         """Of the weights; assign to it as a trainer would update them."""
+        self.replay = tuple(replay)
+        """As for an SGLang engine; experts and choices are `made_up_experts` and `made_up_nucleus`."""
         self.calls: list[Call] = []
         self.aborted: list[str] = []
         self.active: set[str] = set()
@@ -108,6 +114,7 @@ class ScriptedEngine:
         request_id: str,
         session_id: str,
         stop_ids: Sequence[int] = (),
+        replay_from: int = 0,
     ) -> Generation:
         index = sum(call.session_id == session_id for call in self.calls)
         call = Call(session_id, request_id, prompt_ids, sampling, tuple(stop_ids), index)
@@ -119,7 +126,13 @@ class ScriptedEngine:
         await self._wait(call, reply)
         if reply.raises is not None:
             raise reply.raises
-        return self._generation(reply, call, room)
+        generation = self._generation(reply, call, room)
+        if "routed_experts" in self.replay:
+            ids = np.concatenate((prompt_ids, generation.output_ids))
+            generation = replace(generation, routing=Routing(made_up_experts(ids)[replay_from:], replay_from))
+        if "top_p" in self.replay:
+            generation = replace(generation, nucleus=made_up_nucleus(generation.output_ids))
+        return generation
 
     def _reply(self, call: Call, position: int) -> Reply:
         if callable(self._replies):
@@ -163,6 +176,20 @@ def made_up_logprobs(prompt_ids: TokenIds, output_ids: TokenIds) -> LogProbs:
         state = zlib.crc32(int(token).to_bytes(4, "little"), state)
         values.append(-(state % 7999 + 1) / 1000)
     return log_probs(values)
+
+
+def made_up_experts(ids: TokenIds) -> Experts:
+    """int16 [len(ids) - 1, 4]: a function of each token and its position."""
+    rows = np.arange(len(ids) - 1)
+    return np.stack([(ids[:-1] + rows * step) % 128 for step in (1, 3, 5, 7)], axis=1).astype(np.int16)
+
+
+def made_up_nucleus(output_ids: TokenIds) -> Nucleus:
+    """One to three choices a token, itself among them."""
+    counts = 1 + output_ids % 3
+    offsets = np.concatenate(([0], np.cumsum(counts)))
+    ids = [token + more for token in output_ids.tolist() for more in range(1 + token % 3)]
+    return Nucleus(token_ids(np.array(ids, np.int32)), token_ids(offsets))
 
 
 def _encoder(encode: Any) -> Encoder:

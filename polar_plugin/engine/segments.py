@@ -10,7 +10,8 @@ import anyio
 import numpy as np
 
 from ..errors import EngineBusy, EngineError
-from ..records import FinishReason, Generation, LogProbs, TokenIds, VersionSpan, log_probs, token_ids
+from ..records import FinishReason, Generation, LogProbs, Nucleus, TokenIds, VersionSpan, log_probs, token_ids
+from .replay import joined_nucleus
 
 _FIRST_PAUSE = 0.05
 _LONGEST_PAUSE = 5.0
@@ -26,6 +27,7 @@ class Segment:
     finish: FinishReason | None
     """None: the engine aborted the call, and the rest is still to be sampled."""
     stop: str | None = None
+    nucleus: Nucleus | None = None
 
 
 Call = Callable[[TokenIds, int, int], Awaitable[Segment]]
@@ -134,12 +136,14 @@ def _pauses() -> Iterator[float]:
 
 
 def _joined(done: Sequence[Segment], finish: FinishReason) -> Generation:
+    choices = [part.nucleus for part in done if part.nucleus is not None]
     return Generation(
         output_ids=token_ids(np.concatenate([part.output_ids for part in done])),
         logprobs=log_probs(np.concatenate([part.logprobs for part in done])),
         finish_reason=finish,
         versions=_runs(done),
         stop=done[-1].stop,
+        nucleus=joined_nucleus(choices) if choices else None,
     )
 
 

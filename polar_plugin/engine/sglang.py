@@ -7,15 +7,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import anyio
 
 from ..errors import EngineError
-from ..records import FinishReason, Generation, JSONObject, SamplingParams, TokenIds, VersionSpan, token_ids
+from ..records import (
+    Experts,
+    FinishReason,
+    Generation,
+    JSONObject,
+    SamplingParams,
+    TokenIds,
+    VersionSpan,
+    log_probs,
+    token_ids,
+)
 from .base import EngineInfo
 from .http import KEEP_ALIVE, Upstream
 from .limits import Limits
+from .replay import joined_routing, read_experts, read_nucleus
 from .segments import Patience, Segment, sample_to_end, segment
 
 _log = logging.getLogger(__name__)
@@ -44,6 +56,7 @@ class SGLangEngine:
         retries: int = 10,
         reissues: int = 20,
         keep_alive: float = KEEP_ALIVE,
+        replay: Sequence[str] = (),
     ) -> None:
         """`url` is the address before "/generate".
 
@@ -58,7 +71,10 @@ class SGLangEngine:
         retries: how often a call that the engine did not begin is sent again.
         reissues: how often in a row a call may be aborted before it sampled anything.
         keep_alive: seconds an idle socket is kept; must be less than the server's (5 s).
+        replay: what to tell beside the tokens: "routed_experts" (`Generation.routing`) and "top_p"
+            (`Generation.nucleus`, and log-probabilities over what it holds).
         """
+        self.replay = tuple(replay)
         self._upstream = Upstream(
             url,
             headers=headers or {},
@@ -88,20 +104,35 @@ class SGLangEngine:
         request_id: str,
         session_id: str,
         stop_ids: Sequence[int] = (),
+        replay_from: int = 0,
     ) -> Generation:
-        """See `Engine.generate`. No `request_id` may be the beginning of another: SGLang aborts by prefix."""
+        """See `Engine.generate` and `Replaying.generate`.
+
+        No `request_id` may be the beginning of another: SGLang aborts by prefix.
+        """
         max_tokens = sampling.max_tokens or 0
         self._limits.check(prompt_ids, max_tokens)
         params = _sampling_params(sampling, stop_ids)
+        experts: list[Experts | None] = []
 
         async def call(prompt: TokenIds, left: int, number: int) -> Segment:
             rid = f"{request_id}_{number:03d}"
-            return await self._call(prompt, {**params, "max_new_tokens": left}, rid, session_id)
+            known = replay_from + sum(len(part) for part in experts if part is not None)
+            segment, rows = await self._call(prompt, {**params, "max_new_tokens": left}, rid, session_id, known)
+            experts.append(rows)
+            return segment
 
-        return await sample_to_end(call, prompt_ids, max_tokens, stop_ids, self._patience)
+        generation = await sample_to_end(call, prompt_ids, max_tokens, stop_ids, self._patience)
+        if "routed_experts" not in self.replay:
+            return generation
+        length = len(prompt_ids) + len(generation.output_ids)
+        return replace(generation, routing=joined_routing(experts, replay_from, length))
 
-    async def _call(self, prompt: TokenIds, params: Mapping[str, Any], rid: str, session_id: str) -> Segment:
-        payload = {
+    async def _call(
+        self, prompt: TokenIds, params: Mapping[str, Any], rid: str, session_id: str, known: int = 0
+    ) -> tuple[Segment, Experts | None]:
+        """What was sampled, and the experts of the tokens from `known` on where they are told."""
+        payload: JSONObject = {
             "rid": rid,
             "input_ids": prompt,
             "sampling_params": params,
@@ -109,10 +140,19 @@ class SGLangEngine:
             "logprob_start_len": -1,
             "stream": False,
         }
+        if "routed_experts" in self.replay:
+            payload |= {"return_routed_experts": True, "routed_experts_start_len": known}
+        if "top_p" in self.replay:
+            payload["return_sampling_mask"] = True
         answer = await self._upstream.post(
             "/generate", payload, headers={"X-SMG-Routing-Key": session_id}, abort=lambda: self._abort(rid)
         )
-        return read_segment(answer.json(), len(prompt))
+        told = answer.json()
+        segment = read_segment(told, len(prompt), choices="top_p" in self.replay)
+        if "routed_experts" not in self.replay:
+            return segment, None
+        length = len(prompt) + len(segment.output_ids)
+        return segment, read_experts(told["meta_info"], known, length, aborted=segment.finish is None)
 
     async def _abort(self, rid: str) -> None:
         """Tell the server, or each worker behind a router that has no such route."""
@@ -150,7 +190,7 @@ class SGLangEngine:
     async def _sample_one(self) -> None:
         sampling = SamplingParams(max_tokens=1)
         params = {**_sampling_params(sampling, ()), "max_new_tokens": 1}
-        one = await self._call(token_ids([0]), params, f"probe_{id(self):x}", "probe")
+        one, _ = await self._call(token_ids([0]), params, f"probe_{id(self):x}", "probe")
         if len(one.output_ids) != 1:
             raise EngineError(f"{self._upstream.url} was asked for one token and sampled {len(one.output_ids)}")
 
@@ -181,12 +221,19 @@ def _sampling_params(sampling: SamplingParams, stop_ids: Sequence[int]) -> dict[
     return params if sampling.seed is None else {**params, "sampling_seed": sampling.seed}
 
 
-def read_segment(answer: JSONObject, prompt_tokens: int) -> Segment:
-    """Parse one answer of /generate. Raises EngineError where ids or log-probabilities are missing or disagree."""
+def read_segment(answer: JSONObject, prompt_tokens: int, *, choices: bool = False) -> Segment:
+    """Parse one answer of /generate, with what each token was drawn from where there are `choices`.
+
+    Raises EngineError where ids or log-probabilities are missing or disagree.
+    """
     meta: Any = answer.get("meta_info")
     if not isinstance(meta, dict):
         raise EngineError(f"the answer has no `meta_info`: {_STRIPPED}")
-    return _read(answer.get("output_ids"), cast("JSONObject", meta), prompt_tokens)
+    segment = _read(answer.get("output_ids"), cast("JSONObject", meta), prompt_tokens)
+    if not choices:
+        return segment
+    nucleus, logprobs = read_nucleus(cast("JSONObject", meta), segment.output_ids.tolist())
+    return replace(segment, nucleus=nucleus, logprobs=log_probs(logprobs))
 
 
 def _read(ids: Any, meta: JSONObject, prompt_tokens: int) -> Segment:

@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, cast
 
 import anyio.to_thread
 import numpy as np
@@ -26,7 +26,7 @@ from ..records import (
     SamplingParams,
     TokenIds,
 )
-from .base import Engine, Parsed, Renderer
+from .base import Engine, Parsed, Renderer, Replaying
 from .buffer import TokenBuffer
 from .history import History, Place
 from .toolcalls import without_half_call
@@ -46,6 +46,8 @@ class Policy:
     context_length: int
     images: Literal["placeholder", "reject"] = "placeholder"
     """Where the renderer sees no images: the text `records.IMAGE` in their place, counted, or a BadRequest."""
+    replay: bool = False
+    """Whether the engine is a `Replaying` one, asked for the experts of what is new in a prompt alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +87,7 @@ class Conversation:
         prompt = await self._prompt(request)
         sampling = self._sampling(request, len(prompt.ids))
         completion_id = self._new_id()
-        generation = await self._policy.engine.generate(
-            prompt.ids,
-            sampling,
-            request_id=completion_id,
-            session_id=self._session_id,
-            stop_ids=self._policy.renderer.stop_ids,
-        )
+        generation = await self._generate(prompt, sampling, completion_id)
         parsed = await self._parse(generation, request, prompt.ids)
         request = replace(prompt.place.request, role=prompt.place.role)
         completion = Completion(
@@ -110,6 +106,22 @@ class Conversation:
         )
         self._remember(completion, prompt)
         return completion
+
+    async def _generate(self, prompt: Prompt, sampling: SamplingParams, completion_id: str) -> Generation:
+        engine, session, stops = self._policy.engine, self._session_id, self._policy.renderer.stop_ids
+        if not self._policy.replay:
+            return await engine.generate(
+                prompt.ids, sampling, request_id=completion_id, session_id=session, stop_ids=stops
+            )
+        told = prompt.parent.generation.routing if prompt.parent else None
+        return await cast("Replaying", engine).generate(
+            prompt.ids,
+            sampling,
+            request_id=completion_id,
+            session_id=session,
+            stop_ids=stops,
+            replay_from=told.end if told else 0,
+        )
 
     async def count(self, request: ChatRequest) -> int:
         """The number of ids that a call with this request would send now. Nothing is sampled or kept."""

@@ -32,7 +32,7 @@ class Kind(enum.Enum):
     CONTEXT = enum.auto()
     """An assistant text that the program wrote: context that is never trained."""
     REWRITE = enum.auto()
-    """The model would read it: no noise. The completion starts a trace of its own, with a break reason."""
+    """The model would read it: no noise. The completion goes on from what stands before it, or breaks with a reason."""
 
 
 SameCall = Callable[[ToolCall, ToolCall], bool]

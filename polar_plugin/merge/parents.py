@@ -1,7 +1,7 @@
 """Which completion each one continues: the one whose prompt ‖ output begins its prompt, token for token. Pure.
 
-That is the whole condition for a token to be trained behind another: it was sampled behind exactly those. Where a server
-rendered the history again instead, the same condition splits the trace; `rerendered_breaks` says what differs.
+That is the whole condition for a token to be trained behind another: it was sampled behind exactly those. Where a
+server rendered the history again instead, the same condition splits the trace; `rerendered_breaks` says what differs.
 """
 
 from __future__ import annotations

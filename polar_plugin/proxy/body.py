@@ -20,6 +20,7 @@ MAX_CODINGS = 3
 """Codings laid over one another; honest clients use one."""
 MAX_DEPTH = 128
 """Nesting of JSON: schemas stay far below it, recursive readers behind us stay safe."""
+_NESTING = (dict, list)
 _STEP = 256
 """Compressed bytes fed at a time: zlib inflates at most 1032-fold and a zstd block to 128 KiB, so the output passes its
 cap by a few MiB at most before it is seen."""
@@ -82,7 +83,7 @@ def _parse_liberally(body: bytes) -> Any:
 def _deeper_than(limit: int, value: Any) -> bool:
     level = [value]
     for _ in range(limit):
-        level = [child for node in level for child in _children(node) if isinstance(child, dict | list)]
+        level = [child for node in level for child in _children(node) if isinstance(child, _NESTING)]
         if not level:
             return False
     return True

@@ -146,8 +146,7 @@ class Exchange:
             self.delivery = Delivery.DELIVERED
 
     async def _break_off(self, response: web.StreamResponse, framing: Framing, error: PolarError) -> web.StreamResponse:
-        """The error as an event, and the end of the connection: no terminal event, so nobody takes it for a reply."""
-        response.force_close()
+        """The error as an event, and the end of the stream: no terminal event, so nobody takes it for a reply."""
         await response.write(framing.encode([self.dialect.error_event(_in_words(error))]))
         return response
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
@@ -88,6 +89,7 @@ class Proxy:
         Raises ConfigError where an address cannot be listened on.
         """
         async with self._table.running():
+            gc.freeze()  # a full collection of all that a trainer has loaded would stop every stream for 0.3 s
             runner = web.AppRunner(
                 self._application(),
                 handler_cancellation=True,  # a hang-up cancels the turn
@@ -107,6 +109,7 @@ class Proxy:
                 if self.unix_socket is not None:
                     self.unix_socket.unlink(missing_ok=True)
                 self.url = ""
+                gc.unfreeze()
 
     @asynccontextmanager
     async def session(self, session_id: str, reply: Reply, /, **metadata: Any) -> AsyncGenerator[Session]:

@@ -2,10 +2,12 @@
 
 The first line is the session, then one line a completion, the last one its end:
 
-    {"type": "session", "version": 1, "session_id", "task_id", "harness", "model", "tokenizer", "metadata"}
+    {"type": "session", "version": 1, "session_id", "task_id", "harness", "model", "tokenizer", "metadata",
+     "end_of_turn"}
     {"type": "completion", "id", "parent", "role", "break_reason", "started", "ended", "api", "request", "sampling",
      "prompt_ids" or "prompt_delta", "output_ids", "logprobs", "finish_reason", "stop", "weight_versions", "reply",
-     "malformed_calls", "images_omitted", "delivery"}
+     "malformed_calls", "images_omitted", "delivery", and where the engine tells them "routed_experts" ("start",
+     "width", "data": base64 of int16 rows for the tokens from `start` on), "top_p_ids", "top_p_offsets"}
     {"type": "delivery", "id", "delivery"}
     {"type": "end", "status", "evaluation", "failure", "counts", "session_counts"}
 

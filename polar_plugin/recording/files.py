@@ -126,7 +126,7 @@ def load(path: Path) -> Recording:
         completions=tuple(completions),
         delivery=delivery,
         task_id=header.task_id,
-        metadata=header.metadata,
+        metadata={**({"end_of_turn": list(header.end_of_turn)} if header.end_of_turn else {}), **header.metadata},
         counts=end.session_counts if end else dict[str, int](),
     )
     return Recording(header, session, end, torn)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,9 @@ from ..records import (
     Generation,
     JSONObject,
     Message,
+    Nucleus,
     Role,
+    Routing,
     SamplingParams,
     Status,
     TokenIds,
@@ -51,6 +54,8 @@ class Header:
     model: str = ""
     tokenizer: Mapping[str, Any] = field(default_factory=dict[str, Any])
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    end_of_turn: tuple[int, ...] = ()
+    """The ids that end an assistant's turn; read back into the session's metadata."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +135,19 @@ def completion_json(completion: Completion, parent: Completion | None, delivery:
         "malformed_calls": completion.malformed_calls,
         "images_omitted": completion.images_omitted,
     }
+    line |= _replay_json(generation)
     return line if delivery is None else {**line, "delivery": delivery}
+
+
+def _replay_json(generation: Generation) -> JSONObject:
+    """Nothing where nothing is told, as of most engines."""
+    told: JSONObject = {}
+    if (routing := generation.routing) is not None:
+        data = base64.b64encode(routing.experts.astype("<i2").tobytes()).decode()
+        told["routed_experts"] = {"start": routing.start, "width": routing.experts.shape[1], "data": data}
+    if (nucleus := generation.nucleus) is not None:
+        told |= {"top_p_ids": nucleus.ids, "top_p_offsets": nucleus.offsets}
+    return told
 
 
 def _prompt_json(prompt: TokenIds, parent: Completion | None) -> JSONObject:
@@ -145,6 +162,7 @@ def _request_json(request: ChatRequest, parent: Completion | None) -> JSONObject
         "sampling": _shallow(request.sampling),
         "stream": request.stream,
         "model": request.model,
+        "thread": request.thread,
         "retry": request.retry,
         "ignored": list(request.ignored),
     }
@@ -189,7 +207,9 @@ def header_of(line: JSONObject) -> Header:
             f"has version {line.get('version')!r}, and this release reads version {VERSION}:"
             " read it with the release of polar-plugin that wrote it"
         )
-    return Header(**_known(Header, line))
+    told = _known(Header, line)
+    told["end_of_turn"] = tuple(told.get("end_of_turn") or ())
+    return Header(**told)
 
 
 def end_of(line: JSONObject) -> End:
@@ -235,6 +255,8 @@ class CompletionReader:
                 finish_reason=FinishReason(line.get("finish_reason") or FinishReason.STOP),
                 versions=tuple(VersionSpan(version, count) for version, count in line.get("weight_versions") or ()),
                 stop=line.get("stop"),
+                routing=_routing(line.get("routed_experts")),
+                nucleus=_nucleus(line),
             ),
             reply=_message(line.get("reply") or {"role": "assistant"}),
             sampling=_sampling(line.get("sampling")),
@@ -259,6 +281,21 @@ class CompletionReader:
             delta = token_ids(line["prompt_delta"])
             buffer, length = self._buffers[parent.id].extended(parent.length, delta), parent.length + len(delta)
         return buffer, buffer.view(length)
+
+
+def _routing(told: JSONObject | None) -> Routing | None:
+    if told is None:
+        return None
+    flat = np.frombuffer(base64.b64decode(told["data"]), "<i2").astype(np.int16)
+    experts = flat.reshape(-1, told["width"]) if told["width"] else flat.reshape(0, 0)
+    experts.flags.writeable = False
+    return Routing(experts, told["start"])
+
+
+def _nucleus(line: JSONObject) -> Nucleus | None:
+    if line.get("top_p_offsets") is None:
+        return None
+    return Nucleus(token_ids(line["top_p_ids"]), token_ids(line["top_p_offsets"]))
 
 
 def _request(line: JSONObject, parent: Completion | None) -> ChatRequest:

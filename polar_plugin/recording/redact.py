@@ -13,7 +13,7 @@ from .files import LineWriter, read_lines
 
 _FREE = {"metadata", "report"}  # objects of the user's own: nothing is known about what they say
 _TEXTS = {"content", "reasoning_content", "description", "message", "stop"}
-_IDS = {"prompt_ids", "prompt_delta", "output_ids"}
+_IDS = {"prompt_ids", "prompt_delta", "output_ids", "top_p_ids", "end_of_turn"}
 
 
 def redact(source: Path, target: Path, *, renumber_ids: bool = False) -> None:

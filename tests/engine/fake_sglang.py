@@ -15,7 +15,10 @@ from polar_plugin.engine.sglang import SGLangEngine
 from polar_plugin.records import Generation, SamplingParams, TokenIds, token_ids
 
 PROMPT = token_ids([5, 6, 7])
-_TOP = {"rid", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "stream"}
+_TOP = {
+    *("rid", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "stream"),
+    *("return_routed_experts", "routed_experts_start_len", "return_sampling_mask"),
+}
 _SAMPLING = {
     *("max_new_tokens", "temperature", "top_p", "top_k", "stop", "stop_token_ids", "sampling_seed"),
     *("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"),
@@ -148,6 +151,7 @@ async def sample(
     stop_ids: tuple[int, ...] = (),
     request_id: str | None = None,
     session_id: str = "session",
+    replay_from: int = 0,
     **sampling: Any,
 ) -> Generation:
     with anyio.fail_after(20):
@@ -157,4 +161,5 @@ async def sample(
             request_id=request_id or f"request{next(_numbers)}",
             session_id=session_id,
             stop_ids=stop_ids,
+            replay_from=replay_from,
         )

@@ -138,6 +138,8 @@ class Place:
     reasons: tuple[BreakReason, ...] = ()
     stop: int = 0
     """How many entries of its body a parent covers."""
+    again: list[Record] = field(default_factory=list["Record"])
+    """Those that were asked the same."""
 
 
 @dataclass
@@ -266,19 +268,17 @@ class Oracle:
     def place(self, asked: Asked, truth: Truth) -> Place:
         """Of several that mean the same, the true one where the words show it; else that or none, but no other."""
         candidates, stop = self.continued(asked)
+        again = self.again(asked)
         if not candidates:
-            again = self.again(asked)
-            return Place(
-                [], (again[0].completion.break_reason or self.reason(asked),) if again else (self.reason(asked),)
-            )
+            before = again[0].completion.break_reason if again else None
+            return Place([], (before or self.reason(asked),))
         if not asked.new(stop):
             return Place([], (BreakReason.BOUNDARY_UNKNOWN,), stop)
         true = next((one for one in candidates if one.completion.id == truth.name), None)
-        certain = true and (truth.shown or one_sequence(candidates))
+        certain = one_sequence(candidates) or (true and truth.shown)
         if true and (certain or true.delivered):
             candidates = [one for one in candidates if one.tokens == true.tokens]
-        certain = certain or one_sequence(candidates)
-        return Place(candidates, () if certain else (BreakReason.BOUNDARY_UNKNOWN,), stop)
+        return Place(candidates, () if certain else (BreakReason.BOUNDARY_UNKNOWN,), stop, again)
 
     # --- traces -------------------------------------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ def user(text: str) -> Entry:
 Habits = frozenset[str]
 HABITS = (
     "arguments", "spaced", "filled in", "invalid", "unparsed", "emptied", "trimmed", "padded", "no reasoning",
-    "bare reasoning", "other ids", "no ids", "permuted", "split", "merged", "joined", "billed", "two systems",
+    "bare reasoning", "other ids", "no ids", "permuted", "split", "merged", "billed", "two systems",
 )  # fmt: skip
 
 
@@ -72,19 +72,22 @@ def paired(entries: Sequence[Entry]) -> bool:
     return True
 
 
-def tell(system: str, entries: Sequence[Entry], habits: Habits, where: int, number: int) -> list[Line]:
+def tell(
+    system: str, entries: Sequence[Entry], habits: Habits, where: int, number: int, joins: str | None
+) -> list[Line]:
     """The request of a program with these habits; bit i of `where` says whether it has them at the i-th entry.
 
-    `number` is another one in each request.
+    `number` is another one in each request; `joins` is what the program always puts between its own text and what the
+    model went on with, None where it tells them apart.
     """
-    habits -= frozenset() if paired(entries) else {"no ids"}
+    habits -= frozenset() if paired(entries) else {"no ids", "permuted"}
     lines = [Line(message, 0) for message in _system(system, habits, number)]
     for position, entry in enumerate(entries):
         here = habits if where >> position % 16 & 1 else habits & {"other ids", "no ids"}
         lines += [Line(message, position + 1) for message in _messages(entry, here)]
     if "permuted" in habits and "no ids" not in habits:
         lines = list(_permuted(lines))
-    lines = _joined(lines, entries, where) if "joined" in habits else lines
+    lines = lines if joins is None else _joined(lines, entries, joins)
     return _merged(lines) if "merged" in habits else lines
 
 
@@ -184,15 +187,15 @@ def _permuted(lines: Sequence[Line]) -> Iterator[Line]:
         yield from told
 
 
-def _joined(lines: Sequence[Line], entries: Sequence[Entry], where: int) -> list[Line]:
+def _joined(lines: Sequence[Line], entries: Sequence[Entry], between: str) -> list[Line]:
     """A text that the program wrote and the text that the model went on with as one message."""
     found: list[Line] = []
     for line in lines:
         entry, message = entries[line.stop - 1], line.message
         before = found[-1].message if found else None
-        if before and entry.after and entry.after == before.content and before.role == "assistant":
-            between = ("", "\n", "\n\n", " ")[where % 4]
-            text = f"{before.content}{between}{message.content.strip()}"
+        own = before and before.role == "assistant" and entry.after.strip() == before.content.strip()
+        if before and own and entry.after and message.content.strip():
+            text = f"{before.content.strip()}{between}{message.content.strip()}"
             found[-1] = Line(replace(message, content=text), line.stop)
         else:
             found.append(line)

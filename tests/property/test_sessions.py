@@ -109,8 +109,9 @@ class Sessions(RuleBasedStateMachine):
 
     # --- conversations ------------------------------------------------------------------------------------------------
 
-    @initialize(says=SAYS, habit=HABIT)
-    def begin(self, says: Sampled, habit: tuple[Habits, int]) -> None:
+    @initialize(says=SAYS, habit=HABIT, joins=st.sampled_from([None, "", "\n", "\n\n", " "]))
+    def begin(self, says: Sampled, habit: tuple[Habits, int], joins: str | None) -> None:
+        self.joins = joins
         self.threads.append(Thread(SYSTEMS[0], SHELL))
         self.say(0, says, habit)
 
@@ -141,6 +142,17 @@ class Sessions(RuleBasedStateMachine):
         if not thread.entries:
             self.add(thread)
         self.keep(thread, self.ask(thread, says, habit))
+
+    @precondition(lambda self: len(self.threads) < 6)
+    @rule(at=AT, says=SAYS, habit=HABIT)
+    def say_the_same_twice(self, at: int, says: Sampled, habit: tuple[Habits, int]) -> None:
+        """Two answers of the same words in other tokens, and both are gone on from."""
+        thread = self.thread(at)
+        self.add(thread)
+        other = thread.branch(len(thread.entries), thread.name)
+        self.threads.append(other)
+        self.keep(thread, self.ask(thread, says, habit))
+        self.keep(other, self.ask(other, replace(says, spelling=(not says.spelling[0], True)), habit))
 
     @rule(at=AT, says=SAYS, habit=HABIT)
     def say_after_a_reminder(self, at: int, says: Sampled, habit: tuple[Habits, int]) -> None:
@@ -311,7 +323,7 @@ class Sessions(RuleBasedStateMachine):
             thread.entries.append(Entry(reply, completion.id, after=last.text if own else ""))
 
     def asked(self, thread: Thread, habit: tuple[Habits, int], role: Role | None = None) -> Asked:
-        lines = tell(thread.system, thread.entries, habit[0], habit[1], self.number())
+        lines = tell(thread.system, thread.entries, habit[0], habit[1], self.number(), self.joins)
         return Asked(thread.system, thread.tools, tuple(thread.entries), tuple(lines), thread.name, role)
 
     def ask(
@@ -346,19 +358,19 @@ class Sessions(RuleBasedStateMachine):
             assert completion.break_reason in place.reasons
         else:
             assert parent in place.parents, "the longest beginning that was said"
-            again = [one for one in self.oracle.again(asked) if one.completion.parent == completion.parent]
+            again = [one for one in place.again if one.completion.parent == completion.parent]
             prompt = [*parent.tokens, *following(parent.output, asked.new(place.stop))]
             assert completion.prompt_ids.tolist() == (again[0].completion.prompt_ids.tolist() if again else prompt)
-        if asked.role:
-            assert completion.role is asked.role
+        if asked.role or asked.thread:
+            assert completion.role is (asked.role or Role.SUB_AGENT)
         version = self.world.engine.version
         self.oracle.records.append(Record(asked, completion, version, delivered))
         self.wrong = False
 
     def teardown(self) -> None:
-        ledger = self.world.close()
         if self.wrong:
             return
+        ledger = self.world.close()
         assert [one.id for one in ledger.completions] == [one.completion.id for one in self.oracle.records]
         traces = PrefixMerging().build(ledger)
         check(traces, ledger)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
 from typing import Any
 
 import anthropic
@@ -13,7 +12,6 @@ from anthropic.types import Message as AnthropicMessage
 
 from polar_plugin.proxy.server import Proxy, ProxyConfig
 from polar_plugin.proxy.session import Session
-from polar_plugin.records import ChatRequest, Completion
 
 from .anthropic_replies import HELLO
 from .oracle import exactly
@@ -45,17 +43,6 @@ async def ask(client: anthropic.AsyncAnthropic, *, stream: bool, **more: Any) ->
 def error_of(caught: anthropic.APIStatusError) -> dict[str, str]:
     assert isinstance(caught.body, dict)
     return caught.body["error"]  # type: ignore[no-any-return]
-
-
-@dataclass
-class Stopped(Scripted):
-    """Replies that a stop string ended."""
-
-    stop: str = "END"
-
-    async def __call__(self, request: ChatRequest) -> Completion:
-        completion = await super().__call__(request)
-        return replace(completion, generation=replace(completion.generation, stop=self.stop))
 
 
 async def post_raw(proxy: Proxy, session: Session, *pieces: bytes) -> anyio.abc.SocketStream:

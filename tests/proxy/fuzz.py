@@ -344,7 +344,8 @@ async def _shrunken(one: Case, renderer: Any, dialects: Sequence[Dialect] | None
     """The case with less in it that still fails; None where it does not fail alone."""
     if not await _fails(one, renderer, dialects):
         return None
-    plain = replace(one, headers={}, coding="", raw=json.dumps(one.body).encode())
+    body = json.loads(one.raw) if one.readable else one.body
+    plain = replace(one, headers={}, coding="", body=body, raw=json.dumps(body).encode())
     if not await _fails(plain, renderer, dialects):
         return one
     return await _reduced(plain, renderer, dialects)

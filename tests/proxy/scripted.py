@@ -6,7 +6,7 @@ import itertools
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import aiohttp
 import anyio
@@ -77,6 +77,17 @@ class Scripted:
 
     async def count(self, request: ChatRequest) -> int:
         return len(completion_of(say(), request).prompt_ids)
+
+
+@dataclass
+class Stopped(Scripted):
+    """Replies that a stop string ended."""
+
+    stop: str = "END"
+
+    async def __call__(self, request: ChatRequest) -> Completion:
+        completion = await super().__call__(request)
+        return replace(completion, generation=replace(completion.generation, stop=self.stop))
 
 
 async def forever(request: ChatRequest) -> None:

@@ -17,11 +17,11 @@ from polar_plugin.proxy.codec import Incoming
 from polar_plugin.proxy.server import ProxyConfig
 from polar_plugin.records import ChatRequest, FinishReason, Message, SamplingParams
 
-from .anthropic_client import Stopped, ask, client_of, error_of, post_raw, sdk
+from .anthropic_client import ask, client_of, error_of, post_raw, sdk
 from .anthropic_replies import HELLO, LIST, REPLIES
 from .anthropic_stream import StreamReader
 from .oracle import exactly, unknown_fields
-from .scripted import Scripted, completion_of, forever, say, serving
+from .scripted import Scripted, Stopped, completion_of, forever, say, serving
 
 pytestmark = pytest.mark.anyio
 streamed_and_whole = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

@@ -223,3 +223,22 @@ async def test_an_image_is_refused_where_the_policy_says_so_and_changes_nothing(
         assert session.completions == ()
         assert (await post(http, api, api.asks("text is fine")))[0] == 200
     assert len(engine.calls) == 1
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+@every_api
+async def test_a_session_holds_each_message_once_however_often_it_is_repeated(api: WireAPI, tiny: Any) -> None:
+    engine = ScriptedEngine(lambda _: CALL, tiny.tokenizer.encode, context_length=CONTEXT)
+    async with talking(tiny, engine) as (_, session, http):
+        history = [api.speaker.user("begin")]
+        for turn in range(6):
+            code, raw = await post(http, api, api.body(*history))
+            assert code == 200, raw
+            answer = api.speaker.read(json.loads(raw))
+            history += [*answer.echo, *api.speaker.results(answer, f"result {turn}")]
+    requests = [completion.request for completion in session.completions]
+    assert [completion.break_reason for completion in session.completions] == [BreakReason.FIRST_CALL, *[None] * 5]
+    assert len({id(one) for request in requests for one in request.messages}) == len(requests[-1].messages) == 12
+    assert len({id(request.tools) for request in requests}) == 1

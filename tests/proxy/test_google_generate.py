@@ -99,7 +99,7 @@ any_reply = st.builds(
 @framings
 @settings(max_examples=150, deadline=None)
 @given(reply=any_reply, cut=st.booleans(), thoughts=st.booleans())
-def test_any_reply_is_a_stream_that_a_strict_reader_follows(
+def test_case_104_any_reply_is_a_stream_whose_last_chunk_alone_has_reason_and_usage(
     alt: str, reply: Message, cut: bool, thoughts: bool
 ) -> None:
     body = THINKING if thoughts else BODY

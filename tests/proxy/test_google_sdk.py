@@ -20,7 +20,7 @@ from polar_plugin.proxy.session import Session
 from polar_plugin.records import ChatRequest, FinishReason, Message, ToolCall
 
 from .google_stream import check_chunk
-from .scripted import Scripted, say, serving
+from .scripted import Scripted, Stopped, say, serving
 
 pytestmark = [
     pytest.mark.anyio,
@@ -139,15 +139,17 @@ async def test_a_cut_turn_ends_in_max_tokens_and_usage_counts_the_true_ids(mode:
 
 
 @faces
-async def test_a_stop_sequence_reaches_the_engine_and_the_turn_ends_in_stop(synchronous: bool) -> None:
-    engine = Scripted()
+@modes
+async def test_a_stop_sequence_reaches_the_engine_and_the_turn_ends_in_stop(mode: Mode, synchronous: bool) -> None:
+    engine = Stopped([say("one two")])
     config = types.GenerateContentConfig(stop_sequences=["END"], temperature=0, top_p=0.5, top_k=9, seed=3)
     async with sdk(synchronous, engine) as (api, _):
-        (response,) = await api.ask("whole", config=config)
+        told = await api.ask(mode, config=config)
     sampling = engine.requests[0].sampling
     assert (sampling.stop, sampling.temperature, sampling.top_p) == (("END",), 0.0, 0.5)
     assert (sampling.top_k, sampling.seed) == (9, 3)
-    assert response.text == "hello"
+    assert told[-1].candidates[0].finish_reason is types.FinishReason.STOP  # type: ignore[index]
+    assert "".join(part.text or "" for part in parts_of(told)) == "one two"
 
 
 @faces

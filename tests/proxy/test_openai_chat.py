@@ -37,7 +37,7 @@ def call(name: str, arguments: Any, call_id: str = "c1") -> dict[str, Any]:
 # --- requests --------------------------------------------------------------------------------------------------------
 
 
-def test_developer_and_system_turns_stay_where_they_stand() -> None:
+def test_case_113_developer_and_system_turns_are_system_messages_where_they_stand() -> None:
     got = messages({"role": "developer", "content": "a"}, USER, {"role": "system", "content": "b"})
     assert got == (Message("system", "a"), Message("user", "hi"), Message("system", "b"))
 
@@ -165,15 +165,16 @@ def test_the_sdks_retry_header_marks_a_retry(header: str, retry: bool) -> None:
     assert decode({"x-stainless-retry-count": header}).retry is retry
 
 
-def test_unknown_fields_are_dropped_and_named_once() -> None:
+def test_case_113_unknown_fields_are_dropped_and_named_once() -> None:
     got = decode(
         store=False,
+        reasoning_effort="high",
         functions=[{"name": "legacy"}],
         metadata={},
         response_format={"type": "json_object"},
         messages=[{**USER, "name": "bob", "weight": 1}, {**USER, "weight": 0, "refusal": None}],
     )
-    assert got.ignored == ("functions", "messages.*.weight", "response_format", "store")
+    assert got.ignored == ("functions", "messages.*.weight", "reasoning_effort", "response_format", "store")
     assert len(got.messages) == 2
 
 

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
 
 from polar_plugin.engine.meaning import message_digest
 from polar_plugin.proxy.codec import Incoming
 from polar_plugin.proxy.openai_chat import OpenAIChat
 from polar_plugin.records import Message, ToolCall
 
+from .anthropic_replies import replies
 from .scripted import HELLO, completion_of, say
 
 DIALECT = OpenAIChat()
@@ -70,6 +72,47 @@ ECHOES: dict[str, Callable[[Wire], Wire]] = {
 }
 
 
+def compact(arguments: Any) -> str:
+    return json.dumps(arguments, separators=(",", ":"), ensure_ascii=False)
+
+
+def by_qwen_code(message: Wire) -> Wire:
+    """Reasoning is trimmed, arguments serialised again; no text is null, or "" beside reasoning; texts are parts."""
+    reasoning = message.get("reasoning_content", "").strip()
+    out = rewritten(message, compact) | {"content": message["content"] or ("" if reasoning else None)}
+    return out | {"reasoning_content": reasoning} if reasoning else with_parts(out)
+
+
+def by_opencode(message: Wire) -> Wire:
+    """Arguments are serialised again; a turn without text has an empty one."""
+    return rewritten(message, compact) | {"content": message["content"] or ""}
+
+
+def by_pi(message: Wire) -> Wire:
+    """Arguments are serialised again, no text is null, and each call has only the fields that it needs."""
+    out = {key: value for key, value in rewritten(message, compact).items() if key != "refusal"}
+    return out | {"content": message["content"] or None}
+
+
+def by_mini_swe_agent(message: Wire) -> Wire:
+    """Word for word, as litellm has it: what is null is left out, and fields of its own are added."""
+    out = {key: value for key, value in message.items() if value is not None}
+    return out | {"provider_specific_fields": {"refusal": None}, "extra": {"cost": 0.0}}
+
+
+def by_openhands(message: Wire) -> Wire:
+    """Reasoning is dropped, and so is a text of white space."""
+    out = {key: value for key, value in message.items() if key != "reasoning_content"}
+    return out if (out["content"] or "").strip() else out | {"content": None}
+
+
+PROGRAMS = {
+    "Qwen Code": by_qwen_code, "opencode": by_opencode, "Pi": by_pi, "mini-swe-agent": by_mini_swe_agent,
+    "OpenHands": by_openhands,
+}  # fmt: skip
+ECHOES |= PROGRAMS
+
+
 def wire(reply: Message) -> Wire:
     incoming = Incoming("", {}, {}, HELLO)
     message = DIALECT.encode(completion_of(reply, DIALECT.decode(incoming)), incoming)["choices"][0]["message"]
@@ -85,6 +128,17 @@ def read(*messages: Wire) -> tuple[Message, ...]:
 def test_a_reply_is_known_again_however_its_client_spells_it(reply: Message, echo: Callable[[Wire], Wire]) -> None:
     (echoed,) = read(echo(wire(reply)))
     assert message_digest(echoed) == message_digest(reply)
+
+
+@pytest.mark.parametrize("echo", PROGRAMS.values(), ids=PROGRAMS.keys())
+@settings(deadline=None, max_examples=50)
+@given(reply=replies())
+def test_any_reply_is_known_again_as_each_program_says_it_back(reply: Message, echo: Callable[[Wire], Wire]) -> None:
+    (echoed,) = read(echo(wire(reply)))
+    assert message_digest(echoed) == message_digest(reply)
+    assert [call.id for call in echoed.tool_calls] == [call.id for call in reply.tool_calls]
+    if echo is by_mini_swe_agent:
+        assert echoed.reasoning == reply.reasoning
 
 
 @pytest.mark.parametrize(

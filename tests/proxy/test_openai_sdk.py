@@ -18,7 +18,8 @@ from polar_plugin.proxy.openai_chat import OpenAIChat
 from polar_plugin.proxy.server import ProxyConfig
 from polar_plugin.records import ChatRequest, FinishReason, Message, ToolCall
 
-from .scripted import HELLO, Scripted, completion_of, say, serving
+from .openai_stream import StreamReader, check_whole
+from .scripted import CHAT, HELLO, Scripted, Stopped, completion_of, say, serving
 
 pytestmark = pytest.mark.anyio
 
@@ -93,6 +94,15 @@ async def test_a_cut_turn_ends_in_length(stream: bool) -> None:
 
 
 @streamed_and_whole
+async def test_a_turn_that_a_stop_sequence_ended_ends_in_stop(stream: bool) -> None:
+    engine = Stopped([say("one two")])
+    async with sdk(engine) as client:
+        got = (await ask(client, stream=stream, stop=["END", "STOP"])).choices[0]
+    assert (got.finish_reason, got.message.content) == ("stop", "one two")
+    assert engine.requests[0].sampling.stop == ("END", "STOP")
+
+
+@streamed_and_whole
 async def test_usage_counts_the_true_ids(stream: bool) -> None:
     more: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
     async with sdk(Scripted()) as client:
@@ -162,6 +172,64 @@ async def test_a_failure_gets_its_own_status_and_code(
             await ask(client, stream=stream)
     assert (caught.value.status_code, caught.value.code) == (status, code)
     assert caught.value.response.headers.get("retry-after") == ("7" if status == 503 else None)
+
+
+@streamed_and_whole
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"n": 2}, "n"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 7}]}]}, "messages.0.content.0.text"),
+        ({"logprobs": "yes"}, "logprobs"),
+    ],
+    ids=["two choices", "a text that is none", "log-probabilities that are no flag"],
+)
+async def test_a_request_that_cannot_be_read_is_refused_with_its_path_and_nothing_is_asked(
+    more: dict[str, Any], param: str, stream: bool
+) -> None:
+    engine = Scripted()
+    async with sdk(engine) as client:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await ask(client, stream=stream, **more)
+    assert caught.value.param == param
+    assert caught.value.message
+    assert engine.requests == []
+
+
+@streamed_and_whole
+async def test_a_response_format_is_taken_not_enforced_and_counted(stream: bool) -> None:
+    async with serving(Scripted()) as (proxy, session, _), client_of(proxy.url, session.key) as client:
+        got = await ask(client, stream=stream, response_format={"type": "json_object"})
+        assert got.choices[0].message.content == "hello"
+        assert session.counts["ignored.response_format"] == 1
+
+
+async def test_an_unknown_key_is_an_authentication_error() -> None:
+    async with serving(Scripted()) as (proxy, _, _), client_of(proxy.url, "nobody") as client:
+        with pytest.raises(openai.AuthenticationError) as caught:
+            await ask(client, stream=False)
+    assert caught.value.code == "invalid_api_key"
+
+
+@pytest.mark.parametrize("reply", REPLIES.values(), ids=REPLIES.keys())
+async def test_every_chunk_on_the_socket_can_be_read_by_itself(reply: Message) -> None:
+    reader = StreamReader(usage=True)
+    async with sdk(Scripted([reply])) as client:
+        options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+        response = await client.chat.completions.with_raw_response.create(**HELLO, **options)
+        assert response.http_response.headers["content-type"].startswith("text/event-stream")
+        async for piece in response.http_response.aiter_raw():
+            for byte in piece:
+                reader.feed(bytes([byte]))
+    told = reader.finish()
+    assert (told.content, told.reasoning) == (reply.content, reply.reasoning)
+    assert [call["id"] for call in told.calls] == [call.id for call in reply.tool_calls]
+
+
+@pytest.mark.parametrize("reply", REPLIES.values(), ids=REPLIES.keys())
+async def test_the_raw_answers_hold_nothing_that_the_sdks_models_do_not_know(reply: Message) -> None:
+    async with serving(Scripted([reply])) as (_, _, http), http.post(CHAT, json=HELLO) as response:
+        check_whole(await response.json())
 
 
 async def test_an_overflow_is_worded_as_clients_know_it() -> None:

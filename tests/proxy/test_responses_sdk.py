@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
 import anyio
+import brotli
 import openai
 import pydantic
 import pytest
+import zstandard
 from aiohttp import web
 from openai import BaseModel
 from openai.types.responses import CompactedResponse, Response, ResponseStreamEvent
@@ -36,7 +40,7 @@ from .responses_wire import (
     sdk,
     whole,
 )
-from .scripted import Scripted, say, serving
+from .scripted import Scripted, Stopped, say, serving
 
 pytestmark = pytest.mark.anyio
 streamed_and_whole = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -131,6 +135,14 @@ async def test_a_cut_turn_with_whole_calls_is_incomplete_and_keeps_them(stream: 
 
 
 @streamed_and_whole
+async def test_a_turn_that_a_stop_string_of_the_trainers_ended_is_completed(stream: bool) -> None:
+    """The API itself has no stop sequences."""
+    async with sdk(Stopped([say("one two")])) as client:
+        got = await ask(client, stream=stream)
+    assert (got.status, got.incomplete_details, got.output_text) == ("completed", None, "one two")
+
+
+@streamed_and_whole
 async def test_usage_counts_the_true_ids(stream: bool) -> None:
     async with sdk(Scripted()) as client:
         usage = (await ask(client, stream=stream)).usage
@@ -167,6 +179,43 @@ async def test_what_the_request_says_is_told_back_and_validates() -> None:
     assert {key: got[key] for key in said} == said | {"text": {"format": {"type": "text"}, "verbosity": "low"}}
     assert [tool["type"] for tool in got["tools"]] == ["function", "custom", "namespace", "local_shell"]
     assert got["tools"][0]["parameters"] == TOOLS[0]["parameters"]
+
+
+SMALL = json.dumps({"model": "policy", "input": "hi there"}).encode()
+PACKED = {
+    "zstd": zstandard.compress(SMALL),
+    "gzip": gzip.compress(SMALL),
+    "deflate": zlib.compress(SMALL),
+    "br": brotli.compress(SMALL),
+    "gzip, zstd": zstandard.compress(gzip.compress(SMALL)),
+    "deflate, br, zstd": zstandard.compress(brotli.compress(zlib.compress(SMALL))),
+}
+
+
+@pytest.mark.parametrize("coding", PACKED)
+async def test_case_95_a_compressed_request_is_read_and_a_damaged_one_refused(coding: str) -> None:
+    engine = Scripted()
+    packed = PACKED[coding]
+    async with serving(engine) as (_, session, http):
+        async with http.post(PATH, data=packed, headers={"Content-Encoding": coding}) as response:
+            assert response.status == 200, await response.text()
+        for damaged in (packed[:-1], packed[1:], b"\x00" * len(packed), SMALL):
+            async with http.post(PATH, data=damaged, headers={"Content-Encoding": coding}) as response:
+                assert response.status == 400
+                assert (await response.json())["error"]["type"] == "invalid_request_error"
+        assert len(session.completions) == 1
+    assert [request.messages[0].content for request in engine.requests] == ["hi there"]
+
+
+async def test_case_95_a_body_whose_text_can_be_read_though_it_is_compressed_is_decompressed() -> None:
+    packed = PACKED["zstd"]
+    assert len(packed) < 64
+    assert SMALL in packed, "a small frame holds its text as it is"
+    async with serving(Scripted()) as (_, _, http):
+        async with http.post(PATH, data=packed, headers={"Content-Encoding": "zstd"}) as response:
+            assert response.status == 200
+        async with http.post(PATH, data=packed) as response:  # not declared
+            assert response.status == 400
 
 
 async def test_case_99_previous_response_id_goes_on_from_the_recorded_turn() -> None:

@@ -22,7 +22,6 @@ class Forced:
             model,
             tokenizer=tokenizer,
             script=lambda *_: self._reply().text,
-            prefill_chunk=1024,
             cache_tokens=100_000,
         )
         self._tokenizer = tokenizer

@@ -20,7 +20,7 @@ from polar_plugin.engine.base import Engine, Parsed, Renderer
 from polar_plugin.engine.scripted import Reply, ScriptedEngine
 from polar_plugin.engine.turn import Conversation, Policy
 from polar_plugin.errors import EngineBusy
-from polar_plugin.proxy.server import Proxy
+from polar_plugin.proxy.server import Proxy, ProxyConfig
 from polar_plugin.records import (
     BreakReason,
     ChatRequest,
@@ -36,6 +36,8 @@ from polar_plugin.records import (
 
 DIRECTORY = Path(__file__).parent
 CONTEXT = 200_000
+PATIENCE = 600.0
+"""Seconds within which a failure has an HTTP status of its own: on a busy machine, too, it ends no stream midway."""
 _CUT = frozenset({"length", "max_tokens", "MAX_TOKENS", "incomplete"})
 
 
@@ -185,7 +187,7 @@ async def replay(name: str, renderer: Renderer, tokenizer: Any, voice: Voice = s
     conversation = Conversation(policy, "s", clock=lambda: 0.0, new_id=lambda: f"{next(numbers):032x}")
     statuses: list[int] = []
     async with (
-        Proxy().serving() as proxy,
+        Proxy(ProxyConfig(header_grace_seconds=PATIENCE)).serving() as proxy,
         aiohttp.ClientSession() as http,
         proxy.session("s", conversation) as session,
     ):

@@ -105,10 +105,14 @@ def test_right_arguments_pass() -> None:
         ({"use_dynamic_batch_size": False}, "set --use-dynamic-batch-size"),
         ({"log_passrate": True}, "leave out --log-passrate"),
         ({"group_rm": True}, "leave out --group-rm"),
-        ({"rollout_top_p": 0.9}, "set --rollout-top-p 1"),
+        ({"rollout_top_p": 0.9, "polar": POLAR}, "set --rollout-top-p 1: the trainer replays"),
         ({"global_batch_size": 24}, "--global-batch-size 24 must divide"),
         ({"global_batch_size": 64}, "--global-batch-size 64 must divide"),
-        ({"use_rollout_routing_replay": True}, "leave out --use-rollout-routing-replay"),
+        ({"use_rollout_routing_replay": True}, "set --num-layers and --moe-router-topk"),
+        (
+            {"use_rollout_routing_replay": True, "polar": POLAR},
+            "leave out --use-rollout-routing-replay: the engine",
+        ),
         ({"over_sampling_batch_size": 8}, "leave out --over-sampling-batch-size"),
         ({"dynamic_sampling_filter_path": "a.b"}, "leave out --dynamic-sampling-filter-path"),
         ({"partial_rollout": True}, "leave out --partial-rollout"),
@@ -120,6 +124,15 @@ def test_right_arguments_pass() -> None:
 )
 def test_a_flag_that_would_crash_or_train_wrongly_is_named(told: dict[str, Any], flag: str) -> None:
     assert flag in refused(**told)
+
+
+def test_what_the_trainer_replays_is_asked_of_sglang() -> None:
+    mixture = {"use_rollout_routing_replay": True, "num_layers": 4, "moe_router_topk": 2}
+    args = arguments(**{**GOOD, **mixture, "rollout_top_p": 0.9})
+    config = rollout_config(args)
+    assert config.engine.replay == ("routed_experts", "top_p")
+    preflight(args, config)
+    assert rollout_config(arguments(**GOOD, rollout_top_p=1.0)).engine.replay == ()
 
 
 @pytest.mark.parametrize(
@@ -144,7 +157,7 @@ def test_a_config_of_the_wrong_shape_is_refused_by_path() -> None:
 
 
 def test_all_faults_are_told_at_once() -> None:
-    message = refused(log_passrate=True, group_rm=True, rollout_top_p=0.5)
+    message = refused(log_passrate=True, group_rm=True, rollout_top_p=0.5, polar=POLAR)
     assert message.count("\n- ") == 3
 
 
