@@ -97,6 +97,8 @@ def version_spans(trained: Sequence[Completion], start: int, length: int) -> tup
 
 
 def _append(spans: list[VersionSpan], span: VersionSpan) -> None:
+    if not span.count:
+        return
     if spans and spans[-1].version == span.version:
         span = VersionSpan(span.version, spans.pop().count + span.count)
     spans.append(span)

@@ -430,6 +430,14 @@ def test_other_prompts_of_the_same_length_are_other_questions() -> None:
         ({"overlong": "cut"}, 'config.overlong must be "clip" or "split"'),
         ({"prompts": "whatever"}, 'config.prompts must be "extended" or "rerendered"'),
         ({"end_of_turn": ["<|im_end|>"]}, "config.end_of_turn must be a token id or a list of token ids"),
+        ({"end_of_turn": 1.5}, "config.end_of_turn must be a token id or a list of token ids"),
+        ({"end_of_turn": None}, "config.end_of_turn must be a token id or a list of token ids"),
+        ({"end_of_turn": [True]}, "config.end_of_turn must be a token id or a list of token ids"),
+        ({"end_of_turn": 2**40}, "config.end_of_turn must be a token id or a list of token ids"),
+        ({"roles": ["side"]}, "config.roles must be a mapping, as in {side: train}, got"),
+        ({"max_trace_tokens": "4096"}, "config.max_trace_tokens must be a whole number, at least 2, got '4096'"),
+        ({"max_trace_tokens": 3.5}, "config.max_trace_tokens must be a whole number, at least 2, got 3.5"),
+        ({"max_trace_tokens": 1}, "config.max_trace_tokens must be a whole number, at least 2, got 1"),
     ],
 )
 def test_a_builder_refuses_a_setting_that_it_does_not_know(config: dict[str, Any], message: str) -> None:
@@ -470,6 +478,17 @@ def test_versions_that_differ_are_flagged_and_tokens_that_were_not_sampled_have_
     assert only.versions == (VersionSpan("", 3), VersionSpan("8", 1), VersionSpan("9", 1))
     assert only.metadata["mixed_versions"] is True
     assert merged_counts(ledger)["mixed_version_traces"] == 1
+
+
+def test_a_version_that_sampled_nothing_mixes_nothing() -> None:
+    ledger = Ledger()
+    ledger.say([1], [2, 3])
+    told = Generation(
+        token_ids([2, 3]), log_probs([-1, -1]), FinishReason.STOP, (VersionSpan("7", 0), VersionSpan("8", 2))
+    )
+    ledger.completions[0] = replace(ledger.completions[0], generation=told)
+    (only,) = merged(ledger)
+    assert (only.versions, only.metadata.get("mixed_versions")) == ((VersionSpan("8", 2),), None)
 
 
 def test_per_request_gives_one_trace_a_call() -> None:
