@@ -6,7 +6,7 @@ Nothing is left out without one of these reasons, and `traces.counts` adds up th
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
@@ -38,7 +38,7 @@ class Untrained(enum.StrEnum):
     SUPERSEDED = "superseded"
     """The harness never got the answer, and the same prompt was answered again."""
     DISCARDED = "discarded"
-    """The harness got the answer, asked the same again, and went on from another answer."""
+    """The harness got the answer, asked the same again, and got another answer."""
     OVER_LENGTH = "over_length"
     """It lies beyond `max_trace_tokens`, whole or (`overlong: split`) with its last tokens."""
     NO_PROMPT = "no_prompt"
@@ -162,7 +162,7 @@ def untrained(
 
 
 def _lost(session: CompletionSession, parents: Parents, extended: set[str], discarded: Choice) -> dict[str, Untrained]:
-    """Leaves that the harness did not get, or did not go on with."""
+    """Leaves that the harness did not get, or did not accept."""
     lost = {
         completion.id: Untrained.UNDELIVERED
         for completion in session.completions
@@ -175,14 +175,17 @@ def _lost(session: CompletionSession, parents: Parents, extended: set[str], disc
             if answer.id in lost:
                 if answer is not answers[-1] or any(other.id not in unreached for other in others):
                     lost[answer.id] = Untrained.SUPERSEDED
-            elif discarded == "drop" and answer.id not in extended and _asked_again(answer, others, extended):
+            elif discarded == "drop" and answer.id not in extended and _asked_again(answer, others, unreached):
                 lost[answer.id] = Untrained.DISCARDED
     return lost
 
 
-def _asked_again(answer: Completion, others: Sequence[Completion], extended: set[str]) -> bool:
-    """Whether the harness had the answer when it asked again, and went on from the other; not so for parallel draws."""
-    return any(other.id in extended and other.started >= answer.ended for other in others)
+def _asked_again(answer: Completion, others: Sequence[Completion], unreached: Collection[str]) -> bool:
+    """Whether the harness had the answer when it asked again and got another; not so for parallel draws, or threads."""
+    return any(
+        other.id not in unreached and other.started >= answer.ended and other.request.thread == answer.request.thread
+        for other in others
+    )
 
 
 def _same_prompts(completions: Sequence[Completion], parents: Parents) -> list[list[Completion]]:
