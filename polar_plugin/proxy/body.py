@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
 
 import orjson
