@@ -35,8 +35,13 @@ def random_model(renderer: Renderer) -> PreTrainedModel:
 def scored(model: PreTrainedModel, ids: TokenIds, positions: Sequence[int] | npt.NDArray[np.int64]) -> LogProbs:
     """float32 [len(positions)]: of the ids there (not 0), by one full forward pass of transformers' own.
 
-    The model is in no engine's hands. Memory is the vocabulary's size for each position, not for each id.
+    The model is in no engine's hands. Logits are made of a few positions at a time.
     """
     tokens, wanted = torch.from_numpy(ids.astype(np.int64)), torch.as_tensor(np.asarray(positions, np.int64))
-    logits = model(input_ids=tokens[None], use_cache=False, logits_to_keep=wanted - 1).logits[0]
-    return log_probs(torch.log_softmax(logits.float(), dim=-1)[torch.arange(len(wanted)), tokens[wanted]].numpy())
+    hidden = model.base_model(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
+    head, parts = model.get_output_embeddings(), [np.empty(0, np.float32)]
+    for some in wanted.split(32):
+        logits = head(hidden[some - 1]).float()
+        chosen = logits.gather(1, tokens[some, None])[:, 0]
+        parts.append((chosen - logits.logsumexp(dim=-1)).numpy())
+    return log_probs(np.concatenate(parts))
