@@ -38,8 +38,7 @@ TOPICS = {
     "google_generate": "Tell me about the naïve Bayes classifier.",
 }
 RESULTS = (
-    "$ ls -la\n-rw-r--r-- 1 agent agent  1204 Mar  3 notes.md\n-rwxr-xr-x 1 agent agent   310 Mar  3 run.sh\nGo on.",
-    "$ cat data.csv\nname,weight\nÅsa,3.5\nBjörk,12.25\nWhat does this file say?",
+    "$ ls -la\n-rw-r--r-- 1 agent agent 1204 Mar 3 Åsas notes.md\n-rwxr-xr-x 1 agent agent 310 Mar 3 run.sh\nGo on.",
     "$ ./run.sh\nrun.sh: line 7: unexpected EOF while looking for matching `\"'\nWhat went wrong?",
 )
 
@@ -56,7 +55,7 @@ async def talk(service: RolloutService, name: str, sessions: dict[str, Completio
         for turn in asked(name, speaker):
             history.append(turn)
             url = f"{service.proxy.url}/s/{session.key}{speaker.path}"
-            async with http.post(url, json=speaker.body(history, 32)) as response:
+            async with http.post(url, json=speaker.body(history, 20)) as response:
                 assert response.status == 200, await response.text()
                 history += speaker.read(await response.json()).echo
         sessions[name] = session.seal()
@@ -65,7 +64,7 @@ async def talk(service: RolloutService, name: str, sessions: dict[str, Completio
 async def sampled(model: Any, tokenizer: Any, renderer: Renderer) -> dict[str, CompletionSession]:
     sessions: dict[str, CompletionSession] = {}
     engine = TransformersEngine(model, tokenizer=tokenizer, seed=7)
-    config = load_config({"sampling": {"max_tokens": 32, "temperature": 1.0}})
+    config = load_config({"sampling": {"max_tokens": 20, "temperature": 1.0}})
     async with RolloutService(config, engine=engine, renderer=renderer) as service, anyio.create_task_group() as group:
         for name in TOPICS:
             group.start_soon(talk, service, name, sessions)
@@ -96,6 +95,6 @@ async def test_what_a_real_model_samples_is_exact_in_traces_and_drifts_where_pro
         f"{count} trained tokens in {len(sessions)} conversations, off by {worst:.1e} at most; re-rendered prompts:"
         f" {drifted} of the {later} tokens of later turns off by more than {LIMIT} ({drifted / later:.1%})",
     )
-    assert count > 200
+    assert count > 150
     assert worst <= LIMIT
     assert drifted > 0
