@@ -25,7 +25,7 @@ _SPOKEN = ("system", "messages", "instructions", "input", "systemInstruction", "
 _UNSAID = {
     "cache_control", "encrypted_content", "id", "role", "signature", "status", "summary", "thoughtSignature", "type",
 }  # fmt: skip
-"""Fields whose words a model does not read: opaque ones, and a summary of reasoning that is opaque and not ours."""
+"""Of no meaning here: opaque fields, ids of what is no call, a summary of reasoning that is opaque and not ours."""
 
 
 def texts(value: Any) -> Iterator[str]:
@@ -38,7 +38,7 @@ def texts(value: Any) -> Iterator[str]:
             yield from texts(item)
     elif isinstance(value, dict) and not value.get("defer_loading") and value.get("type") != "tool_search":
         for name, item in value.items():
-            if name not in _UNSAID:
+            if name not in _UNSAID or (name == "id" and ("function" in value or "input" in value)):
                 yield from texts(item)
 
 
@@ -46,7 +46,7 @@ def told(request: ChatRequest) -> Iterator[str]:
     for message in request.messages:
         yield from (message.content, message.reasoning, message.tool_call_id or "", message.name or "")
         for call in message.tool_calls:
-            yield from (call.name, call.arguments, *values(call.arguments))
+            yield from (call.name, call.id, *values(call.arguments))
     for tool in request.tools:
         yield from (tool.name, tool.description, *texts(tool.parameters))
 
