@@ -37,7 +37,7 @@ def check(
     * a trace's tokens up to the end of each completion that it trains are that completion's prompt ‖ output, and end
       with the last one's, which alone may be cut, at `max_trace_tokens`;
     * its loss mask is True on what they sampled and nowhere else; log-probabilities (0.0 elsewhere), weight versions
-      ("" elsewhere), the finish reason, experts and choices of tokens are the recorded ones;
+      ("" elsewhere), the finish reason, the role, experts and choices of tokens are the recorded ones;
     * no trace is longer than `max_trace_tokens`;
     * each completion that sampled anything is trained exactly once, or in no trace for a reason of `untrained`, so that
       sampled tokens = trained + untrained.
@@ -74,6 +74,8 @@ def _check_trace(trace: Trace, trained: Sequence[Completion], plan: Plan, where:
     reason = finish_reason(last, plan.policy)
     if trace.finish_reason is not reason:
         raise MergeError(f"{where}: finish reason is {trace.finish_reason}, but {reason} is right")
+    if trace.role is not trained[0].role:
+        raise MergeError(f"{where}: role is {trace.role}, but {trained[0].role} is right: that of its first completion")
     _check_replay(trace, trained, plan.parents, where)
 
 

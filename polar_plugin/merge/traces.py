@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import dropwhile, pairwise
 
 import numpy as np
 
@@ -97,6 +97,8 @@ def version_spans(trained: Sequence[Completion], start: int, length: int) -> tup
 
 
 def _append(spans: list[VersionSpan], span: VersionSpan) -> None:
+    if not span.count:
+        return
     if spans and spans[-1].version == span.version:
         span = VersionSpan(span.version, spans.pop().count + span.count)
     spans.append(span)
@@ -116,9 +118,14 @@ def _response_messages(kept: Sequence[Completion]) -> tuple[Message, ...]:
     """Each reply, and what the harness put between it and the next."""
     messages = [kept[0].reply]
     for before, after in pairwise(kept):
-        messages.extend(after.request.messages[len(before.request.messages) + 1 :])
+        told = after.request.messages[len(before.request.messages) :]
+        messages.extend(dropwhile(_is_reply, told))  # told in one message, in several, or left out
         messages.append(after.reply)
     return tuple(messages)
+
+
+def _is_reply(message: Message) -> bool:
+    return message.role == "assistant"
 
 
 def _metadata(chain: Chain, plan: Plan, versions: Sequence[VersionSpan]) -> JSONObject:
@@ -133,9 +140,14 @@ def _metadata(chain: Chain, plan: Plan, versions: Sequence[VersionSpan]) -> JSON
         told["parent"] = head.parent
     if clipped := sum(_beyond(completion, plan) for completion in chain):
         told["clipped_tokens"] = clipped
-    if len({span.version for span in versions if span.version}) > 1:
+    if _mixed(versions):
         told["mixed_versions"] = True
     return told
+
+
+def _mixed(versions: Sequence[VersionSpan]) -> bool:
+    """Whether several weights sampled it."""
+    return len({span.version for span in versions if span.version}) > 1
 
 
 def _beyond(completion: Completion, plan: Plan) -> int:
@@ -182,7 +194,10 @@ def counts(session: CompletionSession, traces: Sequence[Trace], policy: Policy |
     told["trained_tokens"] = sum(trace.trained for trace in traces)
     told["prompt_tokens"] = sum(len(trace.prompt_ids) for trace in traces)
     told["context_tokens"] = sum(len(trace.response_ids) - trace.trained for trace in traces)
-    told["mixed_version_traces"] = sum("mixed_versions" in trace.metadata for trace in traces)
+    told["mixed_version_traces"] = sum(_mixed(trace.versions) for trace in traces)
+    explained = sum(count for name, count in told.items() if name.startswith("untrained_"))
+    if (left := told["sampled_tokens"] - told["trained_tokens"] - explained) > 0:
+        told["untrained_unexplained"] += left
     if any(completion.generation.routing for completion in session.completions):
         told["unroutable_traces"] = sum(trace.routing is None for trace in traces)
     return {**session.counts, **told}
@@ -206,9 +221,7 @@ def trace_json(trace: Trace) -> JSONObject:
         "prompt_messages": [message_json(message) for message in trace.prompt_messages],
         "response_messages": [message_json(message) for message in trace.response_messages],
         "tools": [tool_json(tool) for tool in trace.tools],
-        "finish_reason": "tool_calls"
-        if trace.response_messages and trace.response_messages[-1].tool_calls
-        else trace.finish_reason.value,
+        "finish_reason": "tool_calls" if _ends_in_call(trace) else trace.finish_reason.value,
         "response_logprobs": trace.response_logprobs.tolist(),
         "reward": trace.reward,
         "metadata": {
@@ -218,6 +231,11 @@ def trace_json(trace: Trace) -> JSONObject:
             "weight_versions": [[span.version, span.count] for span in trace.versions],
         },
     }
+
+
+def _ends_in_call(trace: Trace) -> bool:
+    whole = trace.finish_reason is not FinishReason.LENGTH
+    return whole and bool(trace.response_messages) and bool(trace.response_messages[-1].tool_calls)
 
 
 def message_json(message: Message) -> JSONObject:
