@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
@@ -393,10 +393,11 @@ def request(asked: Asked) -> ChatRequest:
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_any_session_is_what_the_oracle_says(pytestconfig: pytest.Config, part: int) -> None:
+    sessions = pytestconfig.getoption("sessions")
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        Sessions,
+        seed(f"part {part} of {sessions}")(Sessions),  # the same sessions in each run
         settings=settings(
-            max_examples=pytestconfig.getoption("sessions") // PARTS,
+            max_examples=sessions // PARTS,
             stateful_step_count=16,
             deadline=None,
             suppress_health_check=list(HealthCheck),
