@@ -15,6 +15,7 @@ import anyio.to_thread
 import numpy as np
 
 from ..errors import BadRequest, ContextOverflow, EngineError
+from ..merge.parents import extends
 from ..records import (
     BreakReason,
     ChatRequest,
@@ -26,7 +27,6 @@ from ..records import (
     SamplingParams,
     TokenIds,
 )
-from ..merge.parents import extends
 from .base import Engine, Parsed, Renderer, Replaying
 from .buffer import TokenBuffer
 from .history import History, Place
