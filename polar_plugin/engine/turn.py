@@ -15,6 +15,7 @@ import anyio.to_thread
 import numpy as np
 
 from ..errors import BadRequest, ContextOverflow, EngineError
+from ..merge.parents import extends
 from ..records import (
     BreakReason,
     ChatRequest,
@@ -158,6 +159,8 @@ class Conversation:
             reason = delta
         ids = await _cpu(lambda: renderer.render(request.messages, request.tools), _characters(request.messages))
         self._check(ids)
+        if place.parent is not None and extends(ids, place.parent):  # what the renderer could not tell beforehand
+            return place.parent, ids[place.parent.length :], None
         return None, ids, reason
 
     async def _extend(
@@ -205,7 +208,7 @@ class Conversation:
         )
         if generation.finish_reason is FinishReason.LENGTH and parsed.malformed_calls:
             return replace(parsed, reply=replace(parsed.reply, content=without_half_call(parsed.reply.content)))
-        return parsed
+        return replace(parsed, reply=_before(generation.stop, parsed.reply)) if generation.stop else parsed
 
     def _with_call_ids(self, reply: Message) -> Message:
         calls = tuple(replace(call, id=call.id or f"call_{self._new_id()[:24]}") for call in reply.tool_calls)
@@ -215,6 +218,11 @@ class Conversation:
         output = completion.generation.output_ids
         self._buffers[completion.id] = prompt.buffer.extended(len(prompt.ids), np.asarray(output, np.int32))
         self._history.add(completion, prompt.place)
+
+
+def _before(stop: str, reply: Message) -> Message:
+    """The reply as every API tells it: up to the stop string, which the ids have."""
+    return replace(reply, content=reply.content.partition(stop)[0], reasoning=reply.reasoning.partition(stop)[0])
 
 
 async def _cpu(work: Callable[[], T], characters: int) -> T:

@@ -22,6 +22,9 @@ from .traces import finish_reason, version_spans
 from .untrained import Policy
 
 Decode = Callable[[TokenIds], str]
+_KINDS = {
+    "prompt_ids": np.int32, "response_ids": np.int32, "loss_mask": np.bool_, "response_logprobs": np.float32
+}  # fmt: skip
 _AROUND = 8  # tokens shown on either side of a difference
 
 
@@ -61,6 +64,9 @@ def _known(known: Mapping[str, Completion], name: str, position: int) -> Complet
 def _check_trace(trace: Trace, trained: Sequence[Completion], plan: Plan, where: str, decode: Decode | None) -> None:
     if not trained:
         raise MergeError(f"{where} trains nothing")
+    for name, kind in _KINDS.items():
+        if (found := getattr(trace, name).dtype) != kind:
+            raise MergeError(f"{where}: {name} is {found}, but must be {np.dtype(kind)}")
     last = trained[-1]
     length, limit = len(trace.prompt_ids) + len(trace.response_ids), plan.policy.max_trace_tokens
     if limit is not None and length > limit and last.id not in plan.left_out:
