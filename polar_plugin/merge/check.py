@@ -133,30 +133,31 @@ def _at(ids: TokenIds, position: int) -> str:
 # --- mask and log-probabilities --------------------------------------------------------------------------------------
 
 
-def _check_trained(trace: Trace, trained: Sequence[Completion], runs: Sequence[int], where: str) -> None:
+def _check_trained(trace: Trace, trained: Sequence[Completion], runs: Sequence[tuple[int, int]], where: str) -> None:
     """Mask and log-probabilities: right within each output, and nothing left over outside of all."""
-    if min(runs) < 0:
-        name = trained[runs.index(min(runs)) // 2].id
-        raise MergeError(f"{where}, completion {name}: its output does not lie within the response")
+    for completion, run in zip(trained, runs, strict=True):
+        if min(run) < 0:
+            raise MergeError(f"{where}, completion {completion.id}: its output does not lie within the response")
     mask, logprobs = mask_of(runs), trace.response_logprobs
     _check_equal(trace.loss_mask, mask, f"{where}: loss mask")
-    if not (finite := np.isfinite(logprobs)).all():
-        at = int(finite.argmin())
+    if not np.isfinite(logprobs).all():
+        at = int(np.isfinite(logprobs).argmin())
         raise MergeError(f"{where}: log-probability at response token {at} is {logprobs[at]}: it cannot be trained")
-    position, right = 0, not ((logprobs != 0) > mask).any()
-    for completion, gap, sampled in zip(trained, runs[::2], runs[1::2], strict=True):
-        recorded, position = completion.generation.logprobs, position + gap + sampled
-        recorded = recorded if recorded.size == sampled else recorded[:sampled]
-        right = right and same(logprobs[position - sampled : position], recorded)
+    left_over = logprobs != 0
+    end, right = 0, not np.greater(left_over, mask, out=left_over).any()
+    for completion, (gap, tokens) in zip(trained, runs, strict=True):
+        recorded, end = completion.generation.logprobs, end + gap + tokens
+        recorded = recorded if recorded.size == tokens else recorded[:tokens]
+        right = right and same(logprobs[end - tokens : end], recorded)
     if not right:
         _check_equal(logprobs, _told_logprobs(trained, runs), f"{where}: log-probability")
 
 
-def _told_logprobs(trained: Sequence[Completion], runs: Sequence[int]) -> LogProbs:
+def _told_logprobs(trained: Sequence[Completion], runs: Sequence[tuple[int, int]]) -> LogProbs:
     """The slow way, which says where."""
     pieces = (
-        (np.zeros(gap, np.float32), completion.generation.logprobs[:sampled])
-        for completion, gap, sampled in zip(trained, runs[::2], runs[1::2], strict=True)
+        (np.zeros(gap, np.float32), completion.generation.logprobs[:tokens])
+        for completion, (gap, tokens) in zip(trained, runs, strict=True)
     )
     return np.concatenate([piece for pair in pieces for piece in pair])
 

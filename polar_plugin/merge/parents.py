@@ -35,24 +35,30 @@ def parents_of(session: CompletionSession, *, told: bool = True) -> Parents:
 
 
 def _told_parents(completions: Sequence[Completion]) -> Parents:
-    earlier: dict[str | None, Completion] = {}
+    earlier: dict[str | None, tuple[Completion, TokenIds, int]] = {}
     parents: dict[str, Completion | None] = {}
     for completion in completions:
-        parent = earlier.get(completion.parent)
-        parents[completion.id] = parent if parent is not None and extends(completion.prompt_ids, parent) else None
-        earlier[completion.id] = completion
+        prompt, known = completion.prompt_ids, earlier.get(completion.parent)
+        first, size = prompt[:1], prompt.size
+        parents[completion.id] = known[0] if known and _extends(prompt, first, *known) else None
+        earlier[completion.id] = completion, first, size
     return parents
 
 
 def extends(prompt: TokenIds, parent: Completion) -> bool:
     """Whether `prompt` begins with the parent's prompt ‖ output, token for token."""
-    before, output = parent.prompt_ids, parent.generation.output_ids
-    begin = before.size
+    return _extends(prompt, prompt[:1], parent, parent.prompt_ids[:1], parent.prompt_ids.size)
+
+
+def _extends(prompt: TokenIds, first: TokenIds, parent: Completion, parent_first: TokenIds, begin: int) -> bool:
+    """`first` and `parent_first` are the prompts' first tokens, `begin` is the length of the parent's prompt."""
+    output = parent.generation.output_ids
     end = begin + output.size
     if end > prompt.size or not same(prompt[begin:end], output):
         return False
-    in_place = np.may_share_memory(prompt[:1], before[:1]) and prompt.strides == before.strides
-    return in_place or same(prompt[:begin], before)  # views of one buffer: no need to look at the history
+    # views of one buffer begin at one address: no need to look at the history
+    in_place = np.may_share_memory(first, parent_first) and prompt.strides == parent.prompt_ids.strides
+    return in_place or same(prompt[:begin], parent.prompt_ids)
 
 
 def same(left: NDArray[Any], right: NDArray[Any]) -> bool:
