@@ -134,6 +134,10 @@ def replay(
     """Build the traces of recorded sessions again, compare builders, and hold the result to what is expected."""
     from . import replayed
 
+    if against and as_json:
+        raise ConfigError("--against compares in words and --json prints traces: leave one out")
+    if against_config != "{}" and not against:
+        raise ConfigError("--against-config is the other builder's: give --against its name too")
     other = replayed.Builder(against, _mapping(against_config)) if against else None
     expectations = replayed.read_expectations(expect) if expect else None
     if expectations and builder is None:
@@ -157,7 +161,7 @@ def _mapping(text: str) -> Mapping[str, Any]:
     try:
         source = Path(text).read_text() if text.endswith((".yaml", ".yml", ".json")) else text
         data: object = yaml.safe_load(source)
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"--config {text!r} is neither YAML nor JSON nor a file of it: {error}") from error
     if not isinstance(data, Mapping):
         raise ConfigError(f"--config {text!r} must be a mapping, as in '{{max_trace_tokens: 32768}}'")

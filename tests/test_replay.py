@@ -159,6 +159,7 @@ def test_an_expectation_file_brings_its_builder_and_says_only_what_it_says(sessi
         ("sessions: {again: {trace: 1}}", "unknown key `sessions.again.trace`"),
         ("version: 2\nsessions: {}", "version"),
         ("[]", "--write-expect"),
+        ("sessions: {again: {min_trained_fraction: .nan}}", "`sessions.again.min_trained_fraction`"),
         ("{", "neither YAML nor JSON"),
     ],
 )
@@ -175,6 +176,7 @@ def test_bad_recordings_say_what_to_do(sessions: Path, tmp_path: Path) -> None:
     corrupt.write_bytes(lines[0] + b"{oops\n" + b"".join(lines[1:]))
     later.write_bytes(json.dumps({**json.loads(lines[0]), "version": 7}).encode() + b"\n")
     empty.mkdir()
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
     for arguments, messages in (
         (["explain", corrupt], ["corrupt.jsonl:2", "copied to a file"]),
         (["explain", later], ["version 7", "the release of polar-plugin that wrote it"]),
@@ -184,6 +186,11 @@ def test_bad_recordings_say_what_to_do(sessions: Path, tmp_path: Path) -> None:
         (["replay", sessions, "--builder", "nobody"], ["unknown builder", "prefix_merging"]),
         (["replay", sessions, "--config", "{max_tokens: 3}"], ["does not take config"]),
         (["replay", sessions, "--config", "max_tokens"], ["must be a mapping"]),
+        (["replay", sessions, "--config", tmp_path / "bytes.yaml"], ["bytes.yaml", "neither YAML nor JSON"]),
+        (["replay", sessions, "--builder", "json:JSONDecoder"], ["json:JSONDecoder", "no method `build`"]),
+        (["replay", sessions, "--builder", ":Builder"], ["unknown builder ':Builder'", "prefix_merging"]),
+        (["replay", sessions, "--against-config", "{discarded: train}"], ["--against-config", "give --against"]),
+        (["replay", sessions, "--against", "per_request", "--json"], ["--against", "--json", "leave one out"]),
     ):
         text = " ".join(told(*arguments, code=2).split())
         assert all(message in text for message in messages), text
@@ -274,7 +281,7 @@ def test_the_commands_of_the_page_run_in_their_order() -> None:
 
 @pytest.mark.usefixtures("beside_sessions")
 def test_the_tests_of_the_page_pass() -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    (block,) = (one for one in re.findall(r"```python\n(.*?)```", PAGE, re.S) if "def test_" in one)
     names: dict[str, Any] = {"__name__": "page"}
     exec(compile(block, "page", "exec"), names)
     tests = [value for name, value in names.items() if name.startswith("test_")]

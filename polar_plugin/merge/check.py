@@ -18,7 +18,7 @@ from ..records import Completion, CompletionSession, LogProbs, TokenIds, Trace, 
 from .parents import Parents, extends, same
 from .plan import Plan
 from .replay import nucleus, routing_pieces
-from .traces import finish_reason, mask_of, mask_runs, version_spans
+from .traces import finish_reason, mask_of, output_runs, version_spans
 from .untrained import Policy
 
 Decode = Callable[[TokenIds], str]
@@ -37,7 +37,7 @@ def check(
     * a trace's tokens up to the end of each completion that it trains are that completion's prompt ‖ output, and end
       with the last one's, which alone may be cut, at `max_trace_tokens`;
     * its loss mask is True on what they sampled and nowhere else; log-probabilities (0.0 elsewhere), weight versions
-      ("" elsewhere), the finish reason, experts and choices of tokens are the recorded ones;
+      ("" elsewhere), the finish reason, the role, experts and choices of tokens are the recorded ones;
     * no trace is longer than `max_trace_tokens`;
     * each completion that sampled anything is trained exactly once, or in no trace for a reason of `untrained`, so that
       sampled tokens = trained + untrained.
@@ -67,7 +67,7 @@ def _check_trace(trace: Trace, trained: Sequence[Completion], plan: Plan, where:
         raise MergeError(f"{where} has {length} tokens, but max_trace_tokens is {limit}")
     _check_sequence(trace, last, _output(last, plan), f"{where}, completion {last.id}", decode)
     _check_chain(trained, plan.parents, where, decode)
-    runs = mask_runs(trained, len(trace.prompt_ids), len(trace.response_ids))
+    runs = output_runs(trained, len(trace.prompt_ids), len(trace.response_ids))
     _check_trained(trace, trained, runs, where)
     versions = version_spans(trained, runs)
     if trace.versions != versions:
@@ -75,6 +75,8 @@ def _check_trace(trace: Trace, trained: Sequence[Completion], plan: Plan, where:
     reason = finish_reason(last, plan.policy)
     if trace.finish_reason is not reason:
         raise MergeError(f"{where}: finish reason is {trace.finish_reason}, but {reason} is right")
+    if trace.role is not trained[0].role:
+        raise MergeError(f"{where}: role is {trace.role}, but {trained[0].role} is right: that of its first completion")
     _check_replay(trace, trained, plan.parents, where)
 
 

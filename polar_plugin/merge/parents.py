@@ -137,7 +137,8 @@ def rerendered_breaks(
             reason = reasons.get(again[0].id)
         elif before := _begun_by(prompt[:-1], known):
             turn = max(reversed(before), key=session.delivered)
-            continued = any(parents[completion.id] is one for one in before)
+            empty = not turn.generation.output_ids.size  # it cannot come back changed
+            continued = empty or any(parents[completion.id] is one for one in before)
             reason = None if continued else _difference(prompt[len(turn.prompt_ids) :], turn, ends)
         else:
             reason = BreakReason.NEW_THREAD if reasons else BreakReason.FIRST_CALL

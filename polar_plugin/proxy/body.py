@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
 
 import orjson
@@ -20,7 +20,6 @@ MAX_CODINGS = 3
 """Codings laid over one another; honest clients use one."""
 MAX_DEPTH = 128
 """Nesting of JSON: schemas stay far below it, recursive readers behind us stay safe."""
-_NESTING = (dict, list)
 _STEP = 256
 """Compressed bytes fed at a time: zlib inflates at most 1032-fold and a zstd block to 128 KiB, so the output passes its
 cap by a few MiB at most before it is seen."""
@@ -81,16 +80,14 @@ def _parse_liberally(body: bytes) -> Any:
 
 
 def _deeper_than(limit: int, value: Any) -> bool:
+    """Of JSON as its parsers make it, so that types need no more than identity: this walks whole histories."""
     level = [value]
     for _ in range(limit):
-        level = [child for node in level for child in _children(node) if isinstance(child, _NESTING)]
+        rows = [node.values() if type(node) is dict else node for node in level]
+        level = [child for row in rows for child in row if type(child) is dict or type(child) is list]
         if not level:
             return False
     return True
-
-
-def _children(node: Any) -> Iterable[Any]:
-    return cast("JSONObject", node).values() if isinstance(node, dict) else node
 
 
 class _Inflater(Protocol):

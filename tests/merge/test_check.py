@@ -117,6 +117,7 @@ def two_turns() -> CompletionSession:
         (lambda t: replace(t, versions=(VersionSpan("7", 2),)), "are '7'x2, but '7'x2 ''x1 '8'x2 is right"),
         (lambda t: replace(t, versions=()), "are none, but"),
         (lambda t: replace(t, finish_reason=FinishReason.LENGTH), "finish reason is length, but stop is right"),
+        (lambda t: replace(t, role=Role.SIDE), "role is side, but main is right"),
     ],
 )  # fmt: skip
 def test_every_corruption_is_found_with_its_place(change: Callable[[Trace], Trace], message: str) -> None:

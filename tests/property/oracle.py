@@ -291,7 +291,9 @@ class Oracle:
                 other for other in self.records
                 if other is not one and other.completion.parent == one.completion.parent
                 and other.completion.prompt_ids.tolist() == one.completion.prompt_ids.tolist()
-                and other.completion.id in extended and other.completion.started >= one.completion.ended
+                and (other.completion.id in extended or other.delivered)
+                and other.completion.request.thread == one.completion.request.thread
+                and other.completion.started >= one.completion.ended
             ]  # fmt: skip
             return bool(others)
 
