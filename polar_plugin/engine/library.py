@@ -16,11 +16,13 @@ from .base import Parsed
 from .chat import Shape, shaped
 from .probes import Kind, kind_of
 from .template import KINDS_KEPT, History
-from .tokenizer import Tokenizer, scrub
+from .tokenizer import Plain, Tokenizer, scrub
 from .toolcalls import UNREADABLE, gather, tool_json, tool_parser
 
 REFUSALS = (AssertionError, ImportError, OSError, RuntimeError, *UNREADABLE)
 """How a family's constructor says that a tokenizer is not of its family."""
+_WANT_OFFSETS = ("deepseek-v4", "hy3", "laguna")
+"""Families that, told no offsets, find them out by decoding token by token."""
 _TAGS = ("<tool_call>", "<think>", "</think>")
 
 
@@ -219,7 +221,7 @@ def create_family(tokenizer: Tokenizer, family: str, history: History, options: 
     retention = "all" if history == "sampled" else None
     config = configs._config_class_for(family)(thinking_retention=retention)  # pyright: ignore[reportPrivateUsage]
     merged = base.merge_chat_template_kwargs(cast("Any", config), options)
-    return base.create_renderer(tokenizer.hf, merged)
+    return base.create_renderer(tokenizer.hf if family.startswith(_WANT_OFFSETS) else Plain(tokenizer), merged)
 
 
 # --- messages as the library takes them -------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ class Tokenizer:
         self.hf = copy.copy(hf)
         self.hf.clean_up_tokenization_spaces = False  # some configurations ask for it: it eats sampled spaces
         self.vocab_size = vocab_size or len(hf)
+        self._backend = _backend(self.hf)
         self.special = _special_tokens(hf)
         eos = hf.eos_token_id
         ends: list[int] = [*([] if eos is None else [int(eos)]), *stop_ids]
@@ -51,7 +52,13 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`; special tokens in it become their ids, none are added. Lone surrogates become U+FFFD."""
-        return self.hf.encode(scrub(text), add_special_tokens=False, verbose=False)
+        text = scrub(text)
+        if self._backend is None:
+            return self.hf.encode(text, add_special_tokens=False, verbose=False)
+        if self._backend.truncation or self._backend.padding:  # somebody else's settings: the object may be shared
+            self._backend.no_truncation()
+            self._backend.no_padding()
+        return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def decode(self, ids: TokenIds | Sequence[int]) -> str:
         """Text of `ids`, special tokens shown. Ids that no token has are skipped."""
@@ -88,6 +95,27 @@ class Tokenizer:
         return self.encode(self.apply(messages, tools, True, options))
 
 
+class Plain:
+    """A tokenizer as `renderers` needs it to make ids, and no more.
+
+    Of one that tells where in the text each id begins, the library asks it for every text, to attribute ids in a way
+    that nothing here reads: that is most of the cost of a turn's new tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # `__call__` would be the offsets
+            raise AttributeError(name)
+        return getattr(self._tokenizer.hf, name)
+
+    def encode(self, text: str, *_: Any, add_special_tokens: bool = True, **options: Any) -> list[int]:
+        if add_special_tokens or options:
+            return self._tokenizer.hf.encode(text, add_special_tokens=add_special_tokens, **options)
+        return self._tokenizer.encode(text)
+
+
 def load_tokenizer(directory: str | Path, *, vocab_size: int | None = None, stop_ids: Sequence[int] = ()) -> Tokenizer:
     """The tokenizer of a model directory, with the vocabulary size and stop ids that the files beside it tell.
 
@@ -122,6 +150,17 @@ def scrub(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     return text
+
+
+def _backend(hf: Any) -> Any:
+    """The `tokenizers` object of a `transformers` tokenizer that makes ids with nothing else; None for any other."""
+    from transformers import PreTrainedTokenizerFast
+
+    makers = ("encode", "_encode_plus", "_batch_encode_plus")
+    if not isinstance(hf, PreTrainedTokenizerFast) or getattr(hf, "split_special_tokens", False):
+        return None
+    stock = all(getattr(type(hf), name, None) is getattr(PreTrainedTokenizerFast, name, None) for name in makers)
+    return hf.backend_tokenizer if stock else None
 
 
 def _lossless(hf: Any) -> bool:

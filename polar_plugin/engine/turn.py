@@ -15,6 +15,7 @@ import anyio.to_thread
 import numpy as np
 
 from ..errors import BadRequest, ContextOverflow, EngineError
+from ..merge.parents import extends
 from ..records import (
     BreakReason,
     ChatRequest,
@@ -158,6 +159,8 @@ class Conversation:
             reason = delta
         ids = await _cpu(lambda: renderer.render(request.messages, request.tools), _characters(request.messages))
         self._check(ids)
+        if place.parent is not None and extends(ids, place.parent):  # what the renderer could not tell beforehand
+            return place.parent, ids[place.parent.length :], None
         return None, ids, reason
 
     async def _extend(
@@ -204,7 +207,7 @@ class Conversation:
             lambda: renderer.parse(generation.output_ids, request, prompt_ids), 4 * len(generation.output_ids)
         )
         reply, stop = parsed.reply, generation.stop
-        if stop is not None and stop in request.sampling.stop:
+        if stop is not None:
             reply = _before(stop, reply)
         if parsed.malformed_calls and (generation.finish_reason is FinishReason.LENGTH or stop is not None):
             reply = replace(reply, content=without_half_call(reply.content))

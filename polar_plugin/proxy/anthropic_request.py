@@ -10,15 +10,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
 from ..errors import BadRequest
 from ..records import IMAGE, ChatRequest, Image, JSONObject, Message, Role, SamplingParams, Tool, ToolCall
 from . import fields
 from .anthropic_events import tool_arguments, unsealed
 from .codec import Incoming
+from .memory import Memory
 from .parts import Part, joined
 
 _READ = frozenset({
@@ -50,7 +51,7 @@ _Block = tuple[str, JSONObject]
 
 @dataclass(slots=True)
 class _Reading:
-    """What reading a request's messages needs and gathers."""
+    """What reading a request's messages needs and gathers. Mutable."""
 
     tools: Mapping[str, Tool]
     """All of them, the deferred ones too, by name."""
@@ -59,6 +60,35 @@ class _Reading:
     names: dict[str, str] = field(default_factory=dict[str, str])
     """The function of each call so far, by the call's id."""
     dropped: set[str] = field(default_factory=set[str])
+    messages: list[Message] = field(default_factory=list[Message])
+    _role: _RoleName = "user"
+    _turn: list[_Block] | None = None
+    """The blocks of the turn that is being read; None between two turns."""
+
+    def take(self, item: JSONObject, path: str) -> None:
+        """The next message; it goes on with the turn of its role, save that system messages stay apart."""
+        role = fields.text(item, "role", path)
+        if role not in ("system", "user", "assistant"):
+            raise BadRequest(f"unknown role {role!r}; use user, assistant or system", path=f"{path}.role")
+        self.drop_all_but(frozenset({"role", "content"}), item, path)
+        if role != self._role or role == "system":
+            self.close()
+        self._role, self._turn = role, [*(self._turn or ()), *_blocks(item, path)]
+
+    def close(self) -> None:
+        """The end of a turn, if one is being read."""
+        if self._turn is None:
+            return
+        if self._role == "system":
+            self.messages += _system(self._turn, self)
+        elif self._role == "user":
+            self.messages += _user(self._turn, self)
+        else:
+            self.messages.append(_assistant(self._turn, self))
+        self._turn = None
+
+    def copy(self) -> Self:
+        return replace(self, names={**self.names}, dropped={*self.dropped}, messages=[*self.messages])
 
     def drop(self, path: str, value: Any = True) -> None:
         """Note what is dropped, if it says anything; positions are left out, so that it can be counted."""
@@ -77,7 +107,7 @@ def chat_request(incoming: Incoming, api: str) -> ChatRequest:
     reading.drop_all_but(_READ, body)
     tools = _tools(body, reading)
     return ChatRequest(
-        messages=_messages(body, reading),
+        messages=_messages(body, reading, incoming.memory),
         tools=tools,
         tool_choice=_tool_choice(body, reading),
         sampling=_sampling(body),
@@ -91,17 +121,15 @@ def chat_request(incoming: Incoming, api: str) -> ChatRequest:
     )
 
 
-def _messages(body: JSONObject, reading: _Reading) -> tuple[Message, ...]:
+def _messages(body: JSONObject, reading: _Reading, memory: Memory) -> tuple[Message, ...]:
     messages = list(_system(_blocks(body, ""), reading)) if "system" in body else []
-    if not fields.objects(body, "messages"):
+    raw = fields.objects(body, "messages")
+    if not raw:
         raise BadRequest("expected at least one message", path="messages")
-    for role, blocks in _turns(body, reading):
-        if role == "system":
-            messages += _system(blocks, reading)
-        elif role == "user":
-            messages += _user(blocks, reading)
-        else:
-            messages.append(_assistant(blocks, reading))
+    told = memory.read(_Reading(reading.tools), raw, "messages", reading.tools)
+    told.close()
+    reading.dropped |= told.dropped
+    messages += told.messages
     if messages and messages[-1].role == "assistant":
         _refuse_prefill(messages.pop(), len(body["messages"]) - 1)
         reading.drop("messages.*.empty")
@@ -117,18 +145,6 @@ def _refuse_prefill(last: Message, position: int) -> None:
             " supported",
             path=f"messages.{position}",
         )
-
-
-def _turns(body: JSONObject, reading: _Reading) -> Iterator[tuple[_RoleName, list[_Block]]]:
-    """The blocks of each turn; system messages stay apart from one another."""
-    raw = [(f"messages.{i}", message) for i, message in enumerate(fields.objects(body, "messages"))]
-    for path, message in raw:
-        role = fields.text(message, "role", path)
-        if role not in ("system", "user", "assistant"):
-            raise BadRequest(f"unknown role {role!r}; use user, assistant or system", path=f"{path}.role")
-        reading.drop_all_but(frozenset({"role", "content"}), message, path)
-    for (role, _), run in groupby(raw, lambda one: (one[1]["role"], one[0] if one[1]["role"] == "system" else "")):
-        yield role, [block for path, message in run for block in _blocks(message, path)]
 
 
 def _blocks(holder: JSONObject, path: str) -> list[_Block]:

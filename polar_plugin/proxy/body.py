@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
 
 import orjson
@@ -23,7 +23,6 @@ MAX_DEPTH = 128
 MAX_BRACKETS = 1_000_000
 """Opening brackets, those within texts too: each may be an object or a list, whose making and reading holds up all
 sessions. What fits a model's context stays far below it; pictures have none."""
-_NESTING = (dict, list)
 _STEP = 256
 """Compressed bytes fed at a time: zlib inflates at most 1032-fold and a zstd block to 128 KiB, so the output passes its
 cap by a few MiB at most before it is seen."""
@@ -86,16 +85,14 @@ def _parse_liberally(body: bytes) -> Any:
 
 
 def _deeper_than(limit: int, value: Any) -> bool:
+    """Of JSON as its parsers make it, so that types need no more than identity: this walks whole histories."""
     level = [value]
     for _ in range(limit):
-        level = [child for node in level for child in _children(node) if isinstance(child, _NESTING)]
+        rows = [node.values() if type(node) is dict else node for node in level]
+        level = [child for row in rows for child in row if type(child) is dict or type(child) is list]
         if not level:
             return False
     return True
-
-
-def _children(node: Any) -> Iterable[Any]:
-    return cast("JSONObject", node).values() if isinstance(node, dict) else node
 
 
 class _Inflater(Protocol):

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from ..errors import PolarError
 from ..records import ChatRequest, Completion, JSONObject
+from .memory import Memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,8 @@ class Incoming:
     """The values of the route's path variables."""
     recall: Callable[[str], Completion | None] = _nothing
     """The session's completion of that id: for requests that name an earlier response instead of repeating it."""
+    memory: Memory = field(default_factory=Memory)
+    """The session's: what earlier requests told is not read again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -58,7 +58,7 @@ class Exchange:
         delivered once the last byte has left this process over an open connection, undelivered otherwise.
         """
         try:
-            incoming = await read(self.request, self.limits.max_body_bytes, self.session.recall)
+            incoming = await read(self.request, self.limits.max_body_bytes, self.session)
             with unexpected_as_polar_error():
                 chat = self.dialect.decode(incoming)
         except PolarError as error:
@@ -160,7 +160,7 @@ def _in_words(error: PolarError) -> PolarError:
     return told
 
 
-async def read(request: web.Request, limit: int, recall: Callable[[str], Completion | None]) -> Incoming:
+async def read(request: web.Request, limit: int, session: Session) -> Incoming:
     """The request with its body decoded; `limit` caps the body in bytes, as sent and as decoded.
 
     Raises BadRequest, or a subclass with a status of its own.
@@ -175,9 +175,10 @@ async def read(request: web.Request, limit: int, recall: Callable[[str], Complet
     with unexpected_as_polar_error():
         if codings:
             raw = await anyio.to_thread.run_sync(body.decompress, raw, codings, limit)
-        parsed = body.parse(raw)
+        parsed = session.resent.parse(raw)
     headers = {name.lower(): value for name, value in request.headers.items()}
-    return Incoming(request.path, headers, dict(request.query), parsed, dict(request.match_info), recall)
+    query, variables = dict(request.query), dict(request.match_info)
+    return Incoming(request.path, headers, query, parsed, variables, session.recall, session.memory)
 
 
 def refusal(dialect: Dialect, error: PolarError) -> web.Response:

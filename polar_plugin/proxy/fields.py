@@ -72,7 +72,10 @@ def mapping(holder: JSONObject, key: str, path: str = "") -> JSONObject:
 
 def objects(holder: JSONObject, key: str, path: str = "") -> list[JSONObject]:
     """A list of objects; absent is []."""
-    return [as_object(item, at(at(path, key), i)) for i, item in enumerate(items(holder, key, path))]
+    found = items(holder, key, path)
+    if (other := next((i for i, item in enumerate(found) if not isinstance(item, dict)), None)) is not None:
+        as_object(found[other], at(at(path, key), other))
+    return found
 
 
 def items(holder: JSONObject, key: str, path: str = "") -> list[Any]:

@@ -11,14 +11,15 @@ import binascii
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass, field, replace
+from typing import Any, Self, cast
 
 from ..errors import BadRequest
 from ..records import ChatRequest, Image, JSONObject, Message, SamplingParams, Tool, ToolCall
 from . import fields
 from .codec import Incoming
 from .google_schema import camel, functions, listed, unread
+from .memory import Memory
 from .parts import Part, joined
 
 STREAM, COUNT = ":streamGenerateContent", ":countTokens"
@@ -81,7 +82,7 @@ def chat_request(incoming: Incoming, api: str) -> ChatRequest:
     ignored = unread(body, _READ, "")
     tools = functions(body, path, ignored)
     return ChatRequest(
-        messages=(*_system(body, path, ignored), *_messages(body, path, ignored)),
+        messages=(*_system(body, path, ignored), *_messages(body, path, ignored, incoming.memory)),
         tools=tools,
         tool_choice=_tool_choice(body, path, tools, ignored),
         sampling=_sampling(body, path, ignored),
@@ -105,19 +106,14 @@ def _system(body: JSONObject, path: str, ignored: set[str]) -> tuple[Message, ..
     return (Message("system", text, parts=parts),) if pieces else ()
 
 
-def _messages(body: JSONObject, path: str, ignored: set[str]) -> tuple[Message, ...]:
-    where = fields.at(path, "contents")
-    contents = [_content(value, fields.at(where, i), ignored) for i, value in enumerate(listed(body.get("contents")))]
+def _messages(body: JSONObject, path: str, ignored: set[str], memory: Memory) -> list[Message]:
+    where, contents = fields.at(path, "contents"), listed(body.get("contents"))
     if not contents:
         raise BadRequest("expected at least one content", path=where)
-    reader = _Contents(ignored)
-    for role, group in itertools.groupby(contents, key=lambda content: content[0]):
-        if role == "model":  # one turn, which its client cut up as it was streamed
-            reader.turn([part for _, parts in group for part in parts])
-        else:
-            for _, parts in group:
-                reader.rest(parts)
-    return tuple(reader.messages)
+    reader = memory.read(_Contents(), contents, where)
+    reader.close()
+    ignored |= reader.ignored
+    return reader.messages
 
 
 _Parts = list[tuple[JSONObject, str]]
@@ -186,12 +182,33 @@ def _words(key: str) -> str:
 class _Contents:
     """The messages so far. Mutable: it knows which calls of the latest turn still wait for their results."""
 
-    ignored: set[str]
+    ignored: set[str] = field(default_factory=set[str])
     messages: list[Message] = field(default_factory=list[Message])
+    _turn: _Parts | None = None
+    """The parts of the model's turn that is being read; None between two turns."""
     _waiting: list[ToolCall] = field(default_factory=list[ToolCall])
     _calls: int = 0
 
-    def turn(self, parts: _Parts) -> None:
+    def take(self, item: Any, path: str) -> None:
+        """The next content. Those of the model that follow one another are one turn, cut up as it was streamed."""
+        role, parts = _content(item, path, self.ignored)
+        if role == "model":
+            self._turn = [*(self._turn or ()), *parts]
+        else:
+            self.close()
+            self._rest(parts)
+
+    def close(self) -> None:
+        """The end of a turn, if one is being read."""
+        if self._turn is not None:
+            self._said(self._turn)
+        self._turn = None
+
+    def copy(self) -> Self:
+        lists = {"ignored": {*self.ignored}, "messages": [*self.messages], "_waiting": [*self._waiting]}
+        return replace(self, **lists)
+
+    def _said(self, parts: _Parts) -> None:
         """One turn of the model."""
         pieces, thoughts, calls = list[Part](), list[str](), list[ToolCall]()
         signed = dict[str, None]()  # several calls may carry one signature
@@ -207,7 +224,7 @@ class _Contents:
         self.messages.append(Message("assistant", content, "".join(signed) or "".join(thoughts), tuple(calls)))
         self._waiting = calls
 
-    def rest(self, parts: _Parts) -> None:
+    def _rest(self, parts: _Parts) -> None:
         """A content of anybody else: each response is a message of its own, and so is what stands between them."""
         for is_response, group in itertools.groupby(parts, lambda item: item[0].get("functionResponse") is not None):
             if is_response:

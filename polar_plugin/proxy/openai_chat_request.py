@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, cast
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Self, cast
 
 from ..errors import BadRequest
 from ..records import IMAGE, ChatRequest, Image, JSONObject, Message, SamplingParams, Tool, ToolCall
@@ -39,8 +40,12 @@ def chat_request(incoming: Incoming, api: str) -> ChatRequest:
     fields.flag(body, "logprobs")
     fields.flag(fields.mapping(body, "stream_options"), "include_usage", "stream_options")
     tools = _tools(body)
+    raw = fields.objects(body, "messages")
+    if not raw:
+        raise BadRequest("expected at least one message", path="messages")
+    reader = incoming.memory.read(_Reader(), raw, "messages")
     return ChatRequest(
-        messages=_messages(body),
+        messages=tuple(reader.messages),
         tools=tools,
         tool_choice=_tool_choice(body, tools),
         sampling=_sampling(body),
@@ -49,7 +54,7 @@ def chat_request(incoming: Incoming, api: str) -> ChatRequest:
         api=api,
         thread=_thread(incoming.headers),
         retry=incoming.headers.get("x-stainless-retry-count", "") not in ("", "0"),
-        ignored=_ignored(body),
+        ignored=tuple(sorted(_ignored(body) | reader.ignored)),
     )
 
 
@@ -58,17 +63,25 @@ def _thread(headers: Mapping[str, str]) -> str:
     return headers.get("x-session-id", "") if headers.get("x-parent-session-id") else ""
 
 
-def _messages(body: JSONObject) -> tuple[Message, ...]:
-    raw = fields.objects(body, "messages")
-    if not raw:
-        raise BadRequest("expected at least one message", path="messages")
-    messages: list[Message] = []
-    names: dict[str, str] = {}  # tool call id -> function, since most clients send no name with a result
-    for i, one in enumerate(raw):
-        message = _message(one, f"messages.{i}", names)
-        names.update((call.id, call.name) for call in message.tool_calls)
-        messages.append(message)
-    return tuple(messages)
+@dataclass(slots=True)
+class _Reader:
+    """Reads the messages of one request."""
+
+    messages: list[Message] = field(default_factory=list[Message])
+    ignored: set[str] = field(default_factory=set[str])
+    _names: dict[str, str] = field(default_factory=dict[str, str])
+    """The function of each call so far, by the call's id, since most clients send no name with a result."""
+
+    def take(self, item: JSONObject, path: str) -> None:
+        message = _message(item, path, self._names)
+        self._names.update((call.id, call.name) for call in message.tool_calls)
+        self.messages.append(message)
+        unread = item.keys() - _READ_OF_MESSAGE
+        self.ignored |= {f"messages.*.{key}" for key in unread if _says_something(item[key])}
+        self.ignored |= {f"messages.*.content.*.{kind}" for kind in _omitted(item.get("content"))}
+
+    def copy(self) -> Self:
+        return replace(self, messages=[*self.messages], ignored={*self.ignored}, _names={**self._names})
 
 
 def _message(raw: JSONObject, path: str, names: Mapping[str, str]) -> Message:
@@ -217,16 +230,16 @@ def _stop(body: JSONObject) -> tuple[str, ...]:
     return tuple(value for value in values if value)
 
 
-def _ignored(body: JSONObject) -> tuple[str, ...]:
-    """Paths of what is dropped, positions left out so that they can be counted. Reads a body that was found good."""
+def _ignored(body: JSONObject) -> set[str]:
+    """Paths of what is dropped beside the messages, positions left out so that they can be counted.
+
+    Reads a body that was found good.
+    """
     paths = {key for key, value in body.items() if key not in _READ and _says_something(value)}
     paths |= {f"tools.*.{tool['type']}" for tool in fields.objects(body, "tools") if not _is_function(tool)}
-    for message in fields.objects(body, "messages"):
-        paths |= {f"messages.*.{k}" for k, v in message.items() if k not in _READ_OF_MESSAGE and _says_something(v)}
-        paths |= {f"messages.*.content.*.{kind}" for kind in _omitted(message.get("content"))}
     if isinstance(body.get("tool_choice"), dict) and not _is_function(body["tool_choice"]):
         paths.add("tool_choice")
-    return tuple(sorted(paths))
+    return paths
 
 
 def _omitted(content: Any) -> Iterator[str]:

@@ -12,7 +12,17 @@ from ..records import ChatRequest, Completion, Image, JSONObject, Message, Role,
 from . import fields
 from .codec import Incoming
 from .parts import Part, joined
-from .responses_items import SUMMARY_ASK, as_sampled, is_compaction, recalled, referred, restored, summed_up, unseal
+from .responses_items import (
+    SUMMARY_ASK,
+    Recall,
+    as_sampled,
+    is_compaction,
+    recalled,
+    referred,
+    restored,
+    summed_up,
+    unseal,
+)
 from .responses_tools import Key, Offers, arguments_of, choice, is_understood, offers_of
 
 _READ = frozenset({
@@ -44,8 +54,7 @@ def chat_request(incoming: Incoming, api: str) -> ChatRequest:
         if body.get(name):
             raise BadRequest("nothing is stored here under an id; send the text itself as input", path=name)
     offers = offers_of(body)
-    reader = _Reader(incoming, offers)
-    messages = reader.read()
+    reader, messages = _read(incoming, offers)
     thread, role = _caller(incoming)
     tool_choice = choice(body, offers)
     if is_compaction(incoming):
@@ -81,76 +90,50 @@ class _Turn:
     def message(self) -> Message:
         return Message("assistant", "\n".join(self.texts), "\n".join(self.reasoning), tuple(self.calls))
 
+    def copy(self) -> _Turn:
+        return _Turn([*self.reasoning], [*self.texts], [*self.calls])
+
 
 class _Reader:
     """Reads the input items of one request. Mutable: `messages` grows, items between two others' are one turn."""
 
-    def __init__(self, incoming: Incoming, offers: Offers) -> None:
+    def __init__(self, recall: Recall, offers: Offers, names: Mapping[str, str]) -> None:
+        """`names`: the functions of the calls before, by the call's id."""
         self.ignored: set[str] = set()
-        self._incoming = incoming
+        self.messages: list[Message] = []
+        self._recall = recall
         self._offers = offers
-        self._messages: list[Message] = []
         self._turn: _Turn | None = None
-        self._names: dict[str, str] = {}
-        self._readers: Mapping[str, Callable[[JSONObject, str], None]] = {
-            "message": self._message,
-            "reasoning": self._reasoning,
-            "function_call": self._function_call,
-            "custom_tool_call": self._custom_call,
-            "local_shell_call": self._shell_call,
-            "function_call_output": self._output,
-            "custom_tool_call_output": self._output,
-            "local_shell_call_output": self._output,
-            "item_reference": self._reference,
-            "compaction": self._compaction,
-            "compaction_summary": self._compaction,
-            "additional_tools": self._nothing,
-            "compaction_trigger": self._nothing,
-        }
+        self._names = dict(names)
 
-    def read(self) -> list[Message]:
-        """All messages: of the response that is continued, the instructions, the new ones."""
-        body = self._incoming.body
-        earlier = _earlier(self._incoming)
-        self._names = {call.id: call.name for message in earlier for call in message.tool_calls}
-        self._input(body)
-        if not self._messages and not earlier:
-            raise BadRequest("expected a string or a list of items", path="input")
-        instructions = fields.text(body, "instructions")
-        if instructions:
-            if earlier and earlier[0].role == "system":  # its own instructions: they are not carried over
-                earlier = earlier[1:]
-            earlier = [Message("system", instructions), *earlier]
-        return earlier + self._messages
+    def take(self, item: JSONObject, path: str) -> None:
+        kind = fields.text(item, "type", path) or ("message" if "role" in item else "item_reference")
+        if kind in _READERS:
+            _READERS[kind](self, item, path)
+        else:
+            self.ignored.add(f"input.*.{kind}")
 
-    def _input(self, body: JSONObject) -> None:
-        if isinstance(body.get("input"), str):
-            self._messages.append(Message("user", body["input"]))
-            return
-        items = fields.objects(body, "input")
-        for i, item in enumerate(items):
-            path = f"input.{i}"
-            kind = fields.text(item, "type", path) or ("message" if "role" in item else "item_reference")
-            if kind not in self._readers or (kind == "compaction_trigger" and i < len(items) - 1):
-                self.ignored.add(f"input.*.{kind}")
-                continue
-            self._readers[kind](item, path)
-        self._close()
+    def close(self) -> None:
+        """The end of a turn, if one is being read."""
+        if self._turn is not None:
+            self.messages.append(self._turn.message())
+        self._turn = None
+
+    def copy(self) -> _Reader:
+        other = _Reader(self._recall, self._offers, self._names)
+        other.ignored, other.messages = {*self.ignored}, [*self.messages]
+        other._turn = self._turn and self._turn.copy()
+        return other
 
     def _open(self) -> _Turn:
         self._turn = self._turn or _Turn()
         return self._turn
 
-    def _close(self) -> None:
-        if self._turn is not None:
-            self._messages.append(self._turn.message())
-        self._turn = None
-
     def _say(self, *messages: Message) -> None:
-        self._close()
-        self._messages += messages
+        self.close()
+        self.messages += messages
 
-    def _message(self, item: JSONObject, path: str) -> None:
+    def message(self, item: JSONObject, path: str) -> None:
         wire_role = fields.text(item, "role", path)
         if wire_role not in _ROLES:
             raise BadRequest(f"unknown role {wire_role!r}; use one of {', '.join(_ROLES)}", path=f"{path}.role")
@@ -165,7 +148,7 @@ class _Reader:
         else:
             self._say(Message(role, content, parts=parts))
 
-    def _reasoning(self, item: JSONObject, path: str) -> None:
+    def reasoning(self, item: JSONObject, path: str) -> None:
         """What cannot be read is still part of a turn."""
         turn = self._open()
         blob = fields.text(item, "encrypted_content", path)
@@ -174,48 +157,48 @@ class _Reader:
             self.ignored.add("input.*.reasoning.encrypted_content")
         turn.add(Message("assistant", reasoning=text or ""))
 
-    def _function_call(self, item: JSONObject, path: str) -> None:
+    def function_call(self, item: JSONObject, path: str) -> None:
         parsed = item.get("arguments")  # some clients echo the parsed object
         dumped = json.dumps(parsed, ensure_ascii=False) if isinstance(parsed, dict) else ""
         self._call(item, path, ("function", *_names(item, path)), dumped or fields.text(item, "arguments", path))
 
-    def _custom_call(self, item: JSONObject, path: str) -> None:
+    def custom_call(self, item: JSONObject, path: str) -> None:
         text = fields.text(item, "input", path)
         arguments = json.dumps({"input": text}, ensure_ascii=False)
         self._call(item, path, ("custom", *_names(item, path)), arguments)
 
-    def _shell_call(self, item: JSONObject, path: str) -> None:
+    def shell_call(self, item: JSONObject, path: str) -> None:
         action = fields.mapping(item, "action", path)
         self._call(item, path, ("local_shell", "", "local_shell"), arguments_of(action))
 
     def _call(self, item: JSONObject, path: str, key: Key, arguments: str) -> None:
         call_id = fields.text(item, "call_id", path) or fields.text(item, "id", path)
         told = ToolCall(self._offers.name(key), arguments or "{}", call_id)
-        sampled = None if key[0] == "function" else as_sampled(item, self._incoming.recall, self._offers)
+        sampled = None if key[0] == "function" else as_sampled(item, self._recall, self._offers)
         call = ToolCall(sampled.name, sampled.arguments, call_id) if sampled else told
         self._names[call_id] = call.name
         self._open().calls.append(call)
 
-    def _output(self, item: JSONObject, path: str) -> None:
+    def output(self, item: JSONObject, path: str) -> None:
         call_id = fields.text(item, "call_id", path) or fields.text(item, "id", path)
         content, parts = joined(self._pieces(item.get("output"), f"{path}.output"), "\n")
         name = self._names.get(call_id) or fields.text(item, "name", path)
         self._say(Message("tool", content, tool_call_id=call_id, name=name, parts=parts))
 
-    def _reference(self, item: JSONObject, path: str) -> None:
-        part = referred(fields.text(item, "id", path), self._incoming.recall)
+    def reference(self, item: JSONObject, path: str) -> None:
+        part = referred(fields.text(item, "id", path), self._recall)
         if part is None:
             raise BadRequest("this session has no item of that id; send the item itself", path=f"{path}.id")
         self._open().add(part)
         self._names.update((call.id, call.name) for call in part.tool_calls)
 
-    def _compaction(self, item: JSONObject, path: str) -> None:
+    def compaction(self, item: JSONObject, path: str) -> None:
         messages = restored(fields.text(item, "encrypted_content", path))
         if messages is None:
             self.ignored.add("input.*.compaction.encrypted_content")
         self._say(*(messages or ()))
 
-    def _nothing(self, item: JSONObject, path: str) -> None:
+    def nothing(self, item: JSONObject, path: str) -> None:
         """What the request as a whole was asked for by: read elsewhere."""
 
     def _pieces(self, value: Any, path: str) -> list[Part]:
@@ -238,6 +221,44 @@ class _Reader:
             return _image(url)
         self.ignored.add(f"input.*.content.*.{kind or 'part'}")
         return f"[{kind.removeprefix('input_') or 'part'} omitted]"
+
+
+_READERS: Mapping[str, Callable[[_Reader, JSONObject, str], None]] = {
+    "message": _Reader.message,
+    "reasoning": _Reader.reasoning,
+    "function_call": _Reader.function_call,
+    "custom_tool_call": _Reader.custom_call,
+    "local_shell_call": _Reader.shell_call,
+    "function_call_output": _Reader.output,
+    "custom_tool_call_output": _Reader.output,
+    "local_shell_call_output": _Reader.output,
+    "item_reference": _Reader.reference,
+    "compaction": _Reader.compaction,
+    "compaction_summary": _Reader.compaction,
+    "additional_tools": _Reader.nothing,
+}
+
+
+def _read(incoming: Incoming, offers: Offers) -> tuple[_Reader, list[Message]]:
+    """The reader of the input, and all messages: of the response that is continued, the instructions, the new ones."""
+    body, earlier = incoming.body, _earlier(incoming)
+    reader = _Reader(incoming.recall, offers, {call.id: call.name for one in earlier for call in one.tool_calls})
+    if isinstance(body.get("input"), str):
+        reader.messages.append(Message("user", body["input"]))
+    else:
+        items = fields.objects(body, "input")
+        if items and items[-1].get("type") == "compaction_trigger":  # it asks for something, at the end alone
+            items = items[:-1]
+        reader = incoming.memory.read(reader, items, "input", (offers, body.get("previous_response_id")))
+        reader.close()
+    if not reader.messages and not earlier:
+        raise BadRequest("expected a string or a list of items", path="input")
+    instructions = fields.text(body, "instructions")
+    if instructions:
+        if earlier and earlier[0].role == "system":  # its own instructions: they are not carried over
+            earlier = earlier[1:]
+        earlier = [Message("system", instructions), *earlier]
+    return reader, earlier + reader.messages
 
 
 def _earlier(incoming: Incoming) -> list[Message]:

@@ -179,7 +179,7 @@ class Proxy:
 
     async def _count(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
         session = self._table.find(_keys(request))
-        incoming = await read(request, self.config.max_body_bytes, session.recall)
+        incoming = await read(request, self.config.max_body_bytes, session)
         with unexpected_as_polar_error():
             tokens = await session.count(dialect.decode(incoming))
         return web.json_response(dialect.counted(tokens, incoming))
