@@ -298,12 +298,12 @@ async def test_a_stop_string_and_what_it_cut_in_two_are_not_told(
         assert "tool_call>" not in raw
 
 
-async def test_a_stop_string_of_the_trainers_own_stays_in_the_text(tiny: Any) -> None:
+async def test_a_stop_string_of_the_trainers_own_is_not_told_either(tiny: Any) -> None:
     engine = Stopping(["one END"], tiny.tokenizer.encode, context_length=CONTEXT)
     engine.decode = tiny.decode  # type: ignore[attr-defined]
     policy = Policy(engine, tiny, SamplingParams(max_tokens=500, stop=("END",)), CONTEXT)
     got = await Conversation(policy, "s1")(ChatRequest((Message("user", "hi"),)))
-    assert got.reply.content == "one END"
+    assert got.reply.content == "one "
 
 
 # --- what a model writes when it repeats itself ----------------------------------------------------------------------
