@@ -86,9 +86,9 @@ def _parse_liberally(body: bytes) -> Any:
 
 def _deeper_than(limit: int, value: Any) -> bool:
     """Of JSON as its parsers make it, so that types need no more than identity: this walks whole histories."""
-    level = [value]
+    level: list[Any] = [value]
     for _ in range(limit):
-        rows = [node.values() if type(node) is dict else node for node in level]
+        rows: list[Any] = [cast("Any", node).values() if type(node) is dict else node for node in level]
         level = [child for row in rows for child in row if type(child) is dict or type(child) is list]
         if not level:
             return False
