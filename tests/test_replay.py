@@ -25,7 +25,7 @@ from polar_plugin.merge.explain import Break, Call, Difference, Explanation
 from polar_plugin.merge.reasons import REASONS
 from polar_plugin.merge.untrained import Untrained
 from polar_plugin.recording import Header, load, record
-from polar_plugin.records import Role
+from polar_plugin.records import BreakReason, ChatRequest, Message, Role, Tool
 from polar_plugin.testing import (
     assert_breaks,
     assert_expected,
@@ -38,6 +38,7 @@ from polar_plugin.testing import (
 )
 
 from . import tokenizers
+from .merge.build import Ledger
 from .recorded.replay import replay
 
 NAMES = {"reminded": "claude-code-2.1.332/fempty", "again": "qwen-code-0.24.4/flen", "plain": "pi-1.6.0/basic"}
@@ -90,6 +91,20 @@ def test_an_answer_that_was_asked_for_again_is_not_trained_and_says_what_would_t
     assert (second["trace"], third["trace"], third["start"]) == (0, 0, None)
     policy = told("explain", sessions / "again.jsonl.gz", "--config", "{discarded: train}")
     assert "100.0% trained" in policy
+
+
+@pytest.mark.parametrize("form", ["text", "json", "html"])
+def test_what_an_agent_program_calls_things_does_no_harm_to_a_terminal_or_a_page(form: str, tmp_path: Path) -> None:
+    name = "<script>\ud83d\x00\x1b[31m"
+    ledger = Ledger()
+    for number, tools in enumerate(((), (Tool(name),))):
+        request = ChatRequest((Message("user", "hi"),), tools, thread=name)
+        ledger.say([1, number], [2], request=request, break_reason=BreakReason.TOOLS_CHANGED)
+    record(tmp_path / "s.jsonl", ledger.sealed())
+    output = run("explain", tmp_path / "s.jsonl", "--format", form).stdout_bytes
+    assert b"tools added" in output
+    assert not any(one in output for one in (b"\x00", b"\x1b", b"\xed\xa0\xbd"))
+    assert form != "html" or b"<script" not in output
 
 
 def test_a_directory_becomes_one_page(sessions: Path) -> None:
