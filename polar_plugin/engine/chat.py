@@ -21,6 +21,9 @@ from .toolcalls import UNREADABLE, tool_json
 TEMPLATE_ERRORS = (TemplateError, *UNREADABLE)
 """What rendering a template may raise: its own refusals, and what Jinja makes of values it did not expect."""
 
+_DEPTH = 128
+"""Nesting of a call's arguments that a template is given as an object; the rest it is given as text."""
+
 Render = Callable[[list[JSONObject], list[JSONObject]], str]
 """Messages and tools, both as a template takes them, to text without a generation prompt."""
 
@@ -120,8 +123,20 @@ def _call_json(call: ToolCall, shape: Shape) -> JSONObject:
             value: Any = json.loads(arguments)
         except UNREADABLE:
             value = arguments  # a harness's own text: many templates print a string as it is
-        arguments = cast("Any", value) if isinstance(value, dict) else arguments
+        if isinstance(value, dict) and not _too_deep(cast("JSONObject", value), arguments):
+            arguments = cast("Any", value)
     return {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": arguments}}
+
+
+def _too_deep(value: JSONObject, text: str) -> bool:
+    """Whether a template, which writes values by recursion, might fail on it: models that repeat themselves do that."""
+    if text.count("{") + text.count("[") <= _DEPTH:
+        return False
+    level: list[Any] = [value]
+    for _ in range(_DEPTH):
+        nodes = (cast("JSONObject", node).values() if isinstance(node, dict) else node for node in level)
+        level = [child for node in nodes for child in node if isinstance(child, dict | list)]
+    return bool(level)
 
 
 def _tagged(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:

@@ -20,6 +20,9 @@ MAX_CODINGS = 3
 """Codings laid over one another; honest clients use one."""
 MAX_DEPTH = 128
 """Nesting of JSON: schemas stay far below it, recursive readers behind us stay safe."""
+MAX_BRACKETS = 1_000_000
+"""Opening brackets, those within texts too: each may be an object or a list, whose making and reading holds up all
+sessions. What fits a model's context stays far below it; pictures have none."""
 _STEP = 256
 """Compressed bytes fed at a time: zlib inflates at most 1032-fold and a zstd block to 128 KiB, so the output passes its
 cap by a few MiB at most before it is seen."""
@@ -57,7 +60,9 @@ def decompress(raw: bytes, codings: str, limit: int) -> bytes:
 
 
 def parse(body: bytes) -> JSONObject:
-    """A JSON object. Raises BadRequest where it is none, or is nested deeper than MAX_DEPTH."""
+    """A JSON object. Raises BadRequest where it is none, is nested deeper than MAX_DEPTH, or has too many brackets."""
+    if body.count(b"[") + body.count(b"{") > MAX_BRACKETS:
+        raise BadRequest(f"the request body has more than {MAX_BRACKETS} lists and objects")
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError:

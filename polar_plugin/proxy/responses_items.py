@@ -25,7 +25,7 @@ SUMMARY_ASK = (
     " found out, how things stand, and what is left to do. Answer with nothing but the summary."
 )
 _SUMMARY_HEAD = "Summary of the conversation so far:\n\n"
-_ID = re.compile(r"(rs|msg|fc|ctc|lsh)_(.+)_(\d+)")
+_ID = re.compile(r"(rs|msg|fc|ctc|lsh)_(.+)_([0-9]{1,6})")
 _PREFIXES = {"function_call": "fc", "custom_tool_call": "ctc", "local_shell_call": "lsh"}
 
 

@@ -102,3 +102,18 @@ async def test_a_call_in_the_older_form_is_still_in_the_history() -> None:
         Message("tool", "done", name="f"),
     )
     assert request.ignored == ()
+
+
+# --- OpenAI Responses ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", ["7" * 5000, "99", "\u0967"])
+@pytest.mark.parametrize("item", [{"type": "item_reference"}, {"type": "custom_tool_call", "name": "f", "input": "x"}])
+async def test_an_item_under_an_id_that_nobody_gave_is_no_fault_of_the_server(number: str, item: Any) -> None:
+    async with serving(Scripted()) as (_, session, http):
+        async with http.post("/v1/responses", json={"input": "hi"}) as response:
+            assert response.status == 200
+        made_up = {**item, "id": f"ctc_{session.completions[0].id}_{number}", "call_id": "a"}
+        body = {"input": [USER, made_up]}
+        async with http.post("/v1/responses", json=body) as response:
+            assert response.status == (400 if item["type"] == "item_reference" else 200), await response.text()

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polar_plugin.errors import BadRequest
-from polar_plugin.proxy.body import MAX_DEPTH, BodyTooLarge, UnsupportedCoding, decompress, parse
+from polar_plugin.proxy.body import MAX_BRACKETS, MAX_DEPTH, BodyTooLarge, UnsupportedCoding, decompress, parse
 
 LIMIT = 1 << 20
 BODY = json.dumps({"model": "policy", "messages": ["hi " * 40]}).encode()
@@ -156,6 +156,17 @@ def test_deep_nesting_is_refused_however_deep(opening: str, closing: str, depth:
     body = '{"a":' + opening * depth + "1" + closing * depth + "}"
     with pytest.raises(BadRequest, match=r"nested deeper|not JSON"):
         parse(body.encode())
+
+
+@pytest.mark.parametrize("one", [b"[]", b"{}", b'{"role":"user","content":[]}'])
+def test_a_body_of_nothing_but_brackets_is_refused_before_it_is_read(one: bytes) -> None:
+    """Each list costs a thousand times its two bytes: 60 MB of them would hold up every session for a minute."""
+    with pytest.raises(BadRequest, match="more than 1000000 lists and objects"):
+        parse(b'{"messages":[' + b",".join([one] * (MAX_BRACKETS + 1)) + b"]}")
+
+
+def test_a_long_text_with_brackets_passes() -> None:
+    assert len(parse(b'{"a":"' + b"[0] = x{1};" * 400_000 + b'"}')["a"]) == 4_400_000
 
 
 def test_nesting_below_the_cap_passes() -> None:

@@ -304,3 +304,31 @@ async def test_a_stop_string_of_the_trainers_own_stays_in_the_text(tiny: Any) ->
     policy = Policy(engine, tiny, SamplingParams(max_tokens=500, stop=("END",)), CONTEXT)
     got = await Conversation(policy, "s1")(ChatRequest((Message("user", "hi"),)))
     assert got.reply.content == "one END"
+
+
+# --- what a model writes when it repeats itself ----------------------------------------------------------------------
+
+
+@every_api
+@pytest.mark.parametrize("depth", [100, 300, 600, 900, 5000])
+async def test_arguments_of_any_depth_are_answered_and_stay_readable_when_the_history_is_told_anew(
+    api: WireAPI, depth: int, tiny: Any
+) -> None:
+    nested = "[" * depth + "]" * depth
+    says = f'<tool_call>\n{{"name": "bash", "arguments": {{"command": {nested}}}}}\n</tool_call>'
+    engine = ScriptedEngine([says, "Done.", "Done."], tiny.tokenizer.encode, context_length=CONTEXT * 4)
+    conversation = Conversation(Policy(engine, tiny, SamplingParams(max_tokens=CONTEXT * 2), CONTEXT * 4), "s1")
+    async with (
+        Proxy().serving() as proxy,
+        proxy.session("s1", conversation) as session,
+        aiohttp.ClientSession(proxy.url, headers={"x-api-key": session.key}) as http,
+    ):
+        code, raw = await post(http, api, api.asks(max_tokens=CONTEXT * 2))
+        assert code == 200, raw[:300]
+        answer = api.speaker.read(json.loads(raw))
+        history = [api.speaker.user("hi"), *answer.echo]
+        history += api.speaker.results(answer, "ok") if answer.calls else [api.speaker.user("go on")]
+        for first in ([], [api.speaker.user("before all that")]):
+            code, raw = await post(http, api, api.body(*first, *history))
+            assert code == 200, raw[:300]
+        assert session.completions[1].parent == session.completions[0].id
