@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from .errors import ConfigError, PolarError
 P = ParamSpec("P")
 Form = Literal["text", "json", "html"]
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _console = Console(width=None if sys.stdout.isatty() else 128)
 
 
@@ -107,10 +109,10 @@ def explain(
     chosen = replayed.Builder(builder, _mapping(config))
     found = [replayed.replay(path, chosen, tokenizer) for path in replayed.files(files, session)]
     if form == "html":
-        typer.echo(explain_html.page({str(one.path): one.explained() for one in found}, found[0].decoded_by))
+        _echo(explain_html.page({str(one.path): one.explained() for one in found}, found[0].decoded_by))
     for one in found if form != "html" else ():
         told = one.explained()
-        typer.echo(
+        _echo(
             json.dumps({"file": str(one.path), **as_json(told)})
             if form == "json"
             else explain_text.text(told, one.decoded_by)
@@ -134,6 +136,10 @@ def replay(
     """Build the traces of recorded sessions again, compare builders, and hold the result to what is expected."""
     from . import replayed
 
+    if against and as_json:
+        raise ConfigError("--against compares in words and --json prints traces: leave one out")
+    if against_config != "{}" and not against:
+        raise ConfigError("--against-config is the other builder's: give --against its name too")
     other = replayed.Builder(against, _mapping(against_config)) if against else None
     expectations = replayed.read_expectations(expect) if expect else None
     if expectations and builder is None:
@@ -152,12 +158,17 @@ def replay(
     return 1 if wrong else 0
 
 
+def _echo(text: str) -> None:
+    """Print what recordings say: what moves a terminal's cursor, or is no character, is shown as an escape."""
+    typer.echo(_UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
+
+
 def _mapping(text: str) -> Mapping[str, Any]:
     """YAML or JSON, or a file of it. Raises ConfigError."""
     try:
         source = Path(text).read_text() if text.endswith((".yaml", ".yml", ".json")) else text
         data: object = yaml.safe_load(source)
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"--config {text!r} is neither YAML nor JSON nor a file of it: {error}") from error
     if not isinstance(data, Mapping):
         raise ConfigError(f"--config {text!r} must be a mapping, as in '{{max_trace_tokens: 32768}}'")

@@ -44,7 +44,7 @@ def resolve(name: str, table: Mapping[str, str], kind: str) -> Any:
     """
     target = table.get(name, name)
     module_name, _, attribute = target.partition(":")
-    if not attribute:
+    if not (module_name and attribute):
         raise ConfigError(f"unknown {kind} {name!r}: use one of {', '.join(sorted(table))}, or 'package.module:Class'")
     try:
         module = importlib.import_module(module_name)

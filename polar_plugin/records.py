@@ -301,6 +301,8 @@ class Nucleus:
     def __post_init__(self) -> None:
         if not len(self.offsets) or self.offsets[0] or self.offsets[-1] != len(self.ids):
             raise ValueError(f"offsets must begin with 0 and end with the number of ids, {len(self.ids)}")
+        if (self.offsets[1:] < self.offsets[:-1]).any():
+            raise ValueError("offsets must not fall: they tell where the choices of each token end")
 
     def first(self, tokens: int) -> Nucleus:
         """Of the first `tokens` alone."""
@@ -331,6 +333,8 @@ class Generation:
         told = sum(span.count for span in self.versions)
         if self.versions and told != len(self.output_ids):
             raise ValueError(f"weight-version spans cover {told} tokens of {len(self.output_ids)}")
+        if any(span.count < 0 for span in self.versions):
+            raise ValueError(f"a weight-version span cannot cover less than no token: {self.versions}")
         if self.nucleus and len(self.nucleus.offsets) != len(self.output_ids) + 1:
             raise ValueError(f"{len(self.output_ids)} output ids but {len(self.nucleus.offsets)} offsets of choices")
 

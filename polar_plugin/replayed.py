@@ -36,6 +36,8 @@ class Builder:
     def built(self, session: CompletionSession, decode: Decode | None = None) -> Built:
         """The traces, checked. Raises ConfigError, or MergeError where an invariant does not hold."""
         builder = plugins.create(self.name, plugins.BUILDERS, "builder", self.config or {})
+        if not callable(getattr(builder, "build", None)):
+            raise ConfigError(f"builder {self.name!r} has no method `build`: see merge.builders.Builder")
         made: Any = builder.build(session)
         if inspect.isawaitable(made):
             made = anyio.run(_awaited, made)

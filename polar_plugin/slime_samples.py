@@ -282,7 +282,18 @@ def _fault(sample: Any) -> str:
         return f"the log-probabilities must be {length} finite numbers"
     if min(sample.tokens) < 0:
         return "negative token id"
+    if fault := _replay_fault(sample):
+        return fault
     rewards = sample.reward.values() if isinstance(sample.reward, dict) else [sample.reward]
     if not all(isinstance(reward, float) and math.isfinite(reward) for reward in rewards):
         return f"the reward {sample.reward!r} is not a finite float"
     return "" if isinstance(sample.response, str) else "the response must be a str"
+
+
+def _replay_fault(sample: Any) -> str:
+    experts, offsets = (getattr(sample, f"rollout_{name}", None) for name in ("routed_experts", "top_p_token_offsets"))
+    if experts is not None and len(experts) != len(sample.tokens) - 1:
+        return f"{len(experts)} rows of experts, but {len(sample.tokens)} tokens need {len(sample.tokens) - 1}"
+    if offsets is not None and len(offsets) != sample.response_length + 1:
+        return f"the choices are of {len(offsets) - 1} tokens, but the response has {sample.response_length}"
+    return ""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import aiohttp
 import anyio
@@ -22,7 +24,7 @@ from polar_plugin.merge.builders import PrefixMerging
 from polar_plugin.merge.check import check
 from polar_plugin.merge.traces import counts
 from polar_plugin.proxy.session import Session
-from polar_plugin.records import FinishReason, Trace
+from polar_plugin.records import BreakReason, FinishReason, Trace
 from polar_plugin.service import RolloutService
 
 from . import tokenizers
@@ -69,10 +71,13 @@ class Harness:
     renderer: Renderer
     script: list[Reply]
 
-    async def turn(self, history: list[Wire], *new: Wire, says: str | Reply) -> Answer:
+    async def turn(self, history: list[Wire], *new: Wire, says: str | Reply, tools: bool = True) -> Answer:
         self.script.append(Reply(says) if isinstance(says, str) else says)
         history += new
-        async with self.http.post(self.url, json=Chat().body(history, 400)) as response:
+        body = Chat().body(history, 400)
+        if not tools:
+            del body["tools"]
+        async with self.http.post(self.url, json=body) as response:
             assert response.status == 200, await response.text()
             answer = Chat().read(await response.json())
         history += answer.echo
@@ -91,16 +96,19 @@ class Harness:
         return traces
 
 
-@asynccontextmanager
-async def harness(family: Family, cache: pytest.TempPathFactory) -> AsyncGenerator[Harness]:
-    if family.tokenizer == "tiny":
-        directory = resolve_model("tiny", cache.getbasetemp() / "models")
-    else:
-        directory = tokenizers.load(family.tokenizer)
+@cache
+def loaded(family: Family, models: Path) -> tuple[Renderer, Callable[[str], Sequence[int]]]:
+    """A family's renderer and how its model's text becomes tokens: seconds, so once a run."""
+    directory = resolve_model("tiny", models) if family.tokenizer == "tiny" else tokenizers.load(family.tokenizer)
     renderer = load_renderer(directory, kind=family.kind, **dict(family.options))  # type: ignore[arg-type]
+    return renderer, load_tokenizer(directory).encode
+
+
+@asynccontextmanager
+async def harness(family: Family, directories: pytest.TempPathFactory) -> AsyncGenerator[Harness]:
+    renderer, encode = loaded(family, directories.getbasetemp() / "models")
     script: list[Reply] = []
-    tokenizer = load_tokenizer(directory)
-    engine = ScriptedEngine(lambda call: script[-1], tokenizer.encode, context_length=32_768)
+    engine = ScriptedEngine(lambda call: script[-1], encode, context_length=32_768)
     with anyio.fail_after(120):
         async with (
             RolloutService(load_config({"sampling": {"max_tokens": 400}}), engine=engine, renderer=renderer) as service,
@@ -221,6 +229,39 @@ async def test_case_14_an_end_of_turn_that_was_not_sampled_is_context_and_stands
     position = len(agent.encode("Done."))
     assert sampled.response_ids[: position + 1].tolist() == told.response_ids[: position + 1].tolist()
     assert (sampled.loss_mask[position], told.loss_mask[position]) == (True, False)
+
+
+@over_families
+async def test_a_stop_string_is_sampled_and_trained_but_neither_told_nor_missed_in_the_echo(
+    family: Family, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    async with harness(family, tmp_path_factory) as agent:
+        history = opening()
+        stopped = Reply("I look it up.\nObservation:", stop="Observation:")
+        answer = await agent.turn(history, user(TASK), says=stopped)
+        await agent.turn(history, user("Nothing is there."), says="Done.")
+        (trace,) = agent.traces()
+        first = agent.session.completions[0]
+    assert answer.text.strip() == "I look it up."
+    assert first.generation.output_ids.tolist() == agent.encode("I look it up.\nObservation:")
+    assert len(trace.completion_ids) == 2
+
+
+@over_families
+async def test_tools_that_were_changed_and_changed_back_go_on_from_where_they_were(
+    family: Family, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    async with harness(family, tmp_path_factory) as agent:
+        history = opening()
+        await agent.turn(history, user(TASK), says="One.")
+        await agent.turn(history, user("Two?"), says="Two.", tools=False)
+        await agent.turn(history, user("Three?"), says="Three.")
+        one, two, three = agent.session.completions
+        traces = agent.traces()
+        told = counts(agent.session.seal(), traces)
+    assert [trace.completion_ids for trace in traces] == [(one.id, three.id), (two.id,)]
+    assert (three.parent, three.break_reason, two.break_reason) == (one.id, None, BreakReason.TOOLS_CHANGED)
+    assert sum(count for name, count in told.items() if name.startswith("breaks_")) == len(traces)
 
 
 @over_families

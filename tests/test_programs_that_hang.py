@@ -41,7 +41,8 @@ def program(directory: Path, name: str, script: str) -> dict[str, Any]:
     """A preset's agent and its sandbox, in which `name` is this bash script."""
     path = directory / "bin" / name
     path.parent.mkdir()
-    path.write_text(f"#!/bin/bash\n{_ASK}{script}")
+    version = """if [ "$1" = --version ]; then echo 1.0.0; exit; fi"""
+    path.write_text(f"#!/bin/bash\n{version}\n{_ASK}{script}")
     path.chmod(0o755)
     return {"runtime": {"kwargs": {"ro_binds": [str(directory)]}}, **GRADED}
 

@@ -329,6 +329,36 @@ def test_a_bad_line_before_the_last_is_an_error_with_its_place(tmp_path: Path) -
         (lambda line: line | {"finish_reason": "abort"}, r":3: 'abort' is not a valid FinishReason"),
         (lambda line: line | {"request": {"messages_kept": 9, "messages_delta": []}}, r":3: messages_kept is 9"),
         (lambda line: line | {"weight_versions": [["1", 3]]}, r":3: weight-version spans cover 3 tokens of 20"),
+        (
+            lambda line: line | {"weight_versions": [["1", 21], ["2", -1]]},
+            r":3: a weight-version span cannot cover less",
+        ),
+        (
+            lambda line: line | {"top_p_ids": [1, 2], "top_p_offsets": [0, 2, *[1] * 18, 2]},
+            r":3: offsets must not fall",
+        ),
+        (lambda line: line | {"request": "text"}, r":3: `request` must be an object, got 'text'"),
+        (lambda line: line | {"request": {"messages": ["text"]}}, r":3: a message must be an object, got 'text'"),
+        (lambda line: line | {"reply": "text"}, r":3: a message must be an object, got 'text'"),
+        (lambda line: line | {"reply": {"role": "robot"}}, r":3: `role` must be one of system, user, .* got 'robot'"),
+        (
+            lambda line: line | {"reply": {"role": "assistant", "content": [{"type": "text", "text": "hi"}]}},
+            r":3: `content` must be a string, got \[{'type': 'text'",
+        ),
+        (
+            lambda line: (
+                line | {"reply": {"role": "assistant", "tool_calls": [{"function": {"name": "ls", "arguments": {}}}]}}
+            ),
+            r":3: `arguments` must be a string, got {}",
+        ),
+        (lambda line: line | {"sampling": 5}, r":3: `sampling` must be an object, got 5"),
+        (lambda line: line | {"started": "now"}, r":3: `started` must be a number, got 'now'"),
+        (lambda line: line | {"malformed_calls": "x"}, r":3: `malformed_calls` must be a number, got 'x'"),
+        (lambda line: line | {"id": 5}, r":3: `id` must be a string, got 5"),
+        (lambda line: line | {"prompt_delta": [[1, 2]]}, r":3: `prompt_delta` must be a list of numbers"),
+        (lambda line: line | {"output_ids": 5}, r":3: `output_ids` must be a list of numbers"),
+        (lambda line: {"type": "end", "session_counts": 5}, r":3: `session_counts` must be an object, got 5"),
+        (lambda line: {"type": "end", "evaluation": 5}, r":3: `evaluation` must be an object, got 5"),
     ],
 )
 def test_case_15_a_line_that_contradicts_itself_is_refused_with_its_place(
@@ -351,6 +381,16 @@ def test_case_15_a_line_that_contradicts_itself_is_refused_with_its_place(
         (b'{"type": "session", "version": 2, "session_id": "s"}\n', "version 2"),
         (b"[1]\n", 'not an object with a "type"'),
         (b'{"type": "session", "version": 1}\n', "session_id"),
+        (
+            b'{"type": "session", "version": 1, "session_id": "s", "metadata": [1]}\n',
+            ":1: `metadata` must be an object",
+        ),
+        (b'{"type": "session", "version": 1, "session_id": "s", "tokenizer": "t"}\n', ":1: `tokenizer` must be an"),
+        (
+            b'{"type": "session", "version": 1, "session_id": "s", "end_of_turn": 5}\n',
+            ":1: `end_of_turn` must be a list",
+        ),
+        (b"[" * 100_000 + b"\n", ":1: not JSON"),
     ],
 )
 def test_a_file_that_is_no_recording_is_refused(content: bytes, message: str, tmp_path: Path) -> None:

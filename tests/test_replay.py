@@ -25,7 +25,7 @@ from polar_plugin.merge.explain import Break, Call, Difference, Explanation
 from polar_plugin.merge.reasons import REASONS
 from polar_plugin.merge.untrained import Untrained
 from polar_plugin.recording import Header, load, record
-from polar_plugin.records import Role
+from polar_plugin.records import BreakReason, ChatRequest, Message, Role, Tool
 from polar_plugin.testing import (
     assert_breaks,
     assert_expected,
@@ -38,6 +38,7 @@ from polar_plugin.testing import (
 )
 
 from . import tokenizers
+from .merge.build import Ledger
 from .recorded.replay import replay
 
 NAMES = {"reminded": "claude-code-2.1.332/fempty", "again": "qwen-code-0.24.4/flen", "plain": "pi-1.6.0/basic"}
@@ -90,6 +91,20 @@ def test_an_answer_that_was_asked_for_again_is_not_trained_and_says_what_would_t
     assert (second["trace"], third["trace"], third["start"]) == (0, 0, None)
     policy = told("explain", sessions / "again.jsonl.gz", "--config", "{discarded: train}")
     assert "100.0% trained" in policy
+
+
+@pytest.mark.parametrize("form", ["text", "json", "html"])
+def test_what_an_agent_program_calls_things_does_no_harm_to_a_terminal_or_a_page(form: str, tmp_path: Path) -> None:
+    name = "<script>\ud83d\x00\x1b[31m"
+    ledger = Ledger()
+    for number, tools in enumerate(((), (Tool(name),))):
+        request = ChatRequest((Message("user", "hi"),), tools, thread=name)
+        ledger.say([1, number], [2], request=request, break_reason=BreakReason.TOOLS_CHANGED)
+    record(tmp_path / "s.jsonl", ledger.sealed())
+    output = run("explain", tmp_path / "s.jsonl", "--format", form).stdout_bytes
+    assert b"tools added" in output
+    assert not any(one in output for one in (b"\x00", b"\x1b", b"\xed\xa0\xbd"))
+    assert form != "html" or b"<script" not in output
 
 
 def test_a_directory_becomes_one_page(sessions: Path) -> None:
@@ -159,6 +174,7 @@ def test_an_expectation_file_brings_its_builder_and_says_only_what_it_says(sessi
         ("sessions: {again: {trace: 1}}", "unknown key `sessions.again.trace`"),
         ("version: 2\nsessions: {}", "version"),
         ("[]", "--write-expect"),
+        ("sessions: {again: {min_trained_fraction: .nan}}", "`sessions.again.min_trained_fraction`"),
         ("{", "neither YAML nor JSON"),
     ],
 )
@@ -175,6 +191,7 @@ def test_bad_recordings_say_what_to_do(sessions: Path, tmp_path: Path) -> None:
     corrupt.write_bytes(lines[0] + b"{oops\n" + b"".join(lines[1:]))
     later.write_bytes(json.dumps({**json.loads(lines[0]), "version": 7}).encode() + b"\n")
     empty.mkdir()
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
     for arguments, messages in (
         (["explain", corrupt], ["corrupt.jsonl:2", "copied to a file"]),
         (["explain", later], ["version 7", "the release of polar-plugin that wrote it"]),
@@ -184,6 +201,11 @@ def test_bad_recordings_say_what_to_do(sessions: Path, tmp_path: Path) -> None:
         (["replay", sessions, "--builder", "nobody"], ["unknown builder", "prefix_merging"]),
         (["replay", sessions, "--config", "{max_tokens: 3}"], ["does not take config"]),
         (["replay", sessions, "--config", "max_tokens"], ["must be a mapping"]),
+        (["replay", sessions, "--config", tmp_path / "bytes.yaml"], ["bytes.yaml", "neither YAML nor JSON"]),
+        (["replay", sessions, "--builder", "json:JSONDecoder"], ["json:JSONDecoder", "no method `build`"]),
+        (["replay", sessions, "--builder", ":Builder"], ["unknown builder ':Builder'", "prefix_merging"]),
+        (["replay", sessions, "--against-config", "{discarded: train}"], ["--against-config", "give --against"]),
+        (["replay", sessions, "--against", "per_request", "--json"], ["--against", "--json", "leave one out"]),
     ):
         text = " ".join(told(*arguments, code=2).split())
         assert all(message in text for message in messages), text
@@ -274,7 +296,7 @@ def test_the_commands_of_the_page_run_in_their_order() -> None:
 
 @pytest.mark.usefixtures("beside_sessions")
 def test_the_tests_of_the_page_pass() -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    (block,) = (one for one in re.findall(r"```python\n(.*?)```", PAGE, re.S) if "def test_" in one)
     names: dict[str, Any] = {"__name__": "page"}
     exec(compile(block, "page", "exec"), names)
     tests = [value for name, value in names.items() if name.startswith("test_")]

@@ -50,6 +50,8 @@ class Reply:
     """The very ids to return instead of those of `text` and a stop id."""
     finish_reason: FinishReason = FinishReason.STOP
     """LENGTH: as cut there; no stop id is added."""
+    stop: str | None = None
+    """The stop string that ends `text`; no stop id is added."""
     raises: Exception | None = None
     until: anyio.Event | None = None
     """Hang until this is set."""
@@ -159,13 +161,13 @@ class ScriptedEngine:
 
     def _generation(self, reply: Reply, call: Call, room: int) -> Generation:
         ids = self._encode(reply.text) if reply.ids is None else reply.ids
-        if reply.ids is None and reply.finish_reason is FinishReason.STOP:
+        if reply.ids is None and reply.stop is None and reply.finish_reason is FinishReason.STOP:
             ids = (*ids, *call.stop_ids[:1])
         limit = room if call.sampling.max_tokens is None else min(room, call.sampling.max_tokens)
         reason = FinishReason.LENGTH if len(ids) > limit else reply.finish_reason
         output = token_ids(np.asarray(ids[:limit], np.int32))
         versions = (VersionSpan(self.version, len(output)),) if len(output) else ()
-        return Generation(output, made_up_logprobs(call.prompt_ids, output), reason, versions)
+        return Generation(output, made_up_logprobs(call.prompt_ids, output), reason, versions, reply.stop)
 
 
 def made_up_logprobs(prompt_ids: TokenIds, output_ids: TokenIds) -> LogProbs:

@@ -15,6 +15,7 @@ import anyio.to_thread
 import numpy as np
 
 from ..errors import BadRequest, ContextOverflow, EngineError
+from ..merge.parents import extends
 from ..records import (
     BreakReason,
     ChatRequest,
@@ -158,6 +159,8 @@ class Conversation:
             reason = delta
         ids = await _cpu(lambda: renderer.render(request.messages, request.tools), _characters(request.messages))
         self._check(ids)
+        if place.parent is not None and extends(ids, place.parent):  # what the renderer could not tell beforehand
+            return place.parent, ids[place.parent.length :], None
         return None, ids, reason
 
     async def _extend(
@@ -203,9 +206,12 @@ class Conversation:
         parsed = await _cpu(
             lambda: renderer.parse(generation.output_ids, request, prompt_ids), 4 * len(generation.output_ids)
         )
-        if generation.finish_reason is FinishReason.LENGTH and parsed.malformed_calls:
-            return replace(parsed, reply=replace(parsed.reply, content=without_half_call(parsed.reply.content)))
-        return parsed
+        reply, stop = parsed.reply, generation.stop
+        if stop is not None:
+            reply = _before(stop, reply)
+        if parsed.malformed_calls and (generation.finish_reason is FinishReason.LENGTH or stop is not None):
+            reply = replace(reply, content=without_half_call(reply.content))
+        return replace(parsed, reply=reply)
 
     def _with_call_ids(self, reply: Message) -> Message:
         calls = tuple(replace(call, id=call.id or f"call_{self._new_id()[:24]}") for call in reply.tool_calls)
@@ -215,6 +221,15 @@ class Conversation:
         output = completion.generation.output_ids
         self._buffers[completion.id] = prompt.buffer.extended(len(prompt.ids), np.asarray(output, np.int32))
         self._history.add(completion, prompt.place)
+
+
+def _before(stop: str, reply: Message) -> Message:
+    """The reply without the stop string that ended it and what its last token says beyond it: clients are not told."""
+    content, found, _ = reply.content.partition(stop)
+    if found:
+        return replace(reply, content=content)
+    reasoning, found, _ = reply.reasoning.partition(stop)
+    return replace(reply, reasoning=reasoning) if found and not reply.content else reply
 
 
 async def _cpu(work: Callable[[], T], characters: int) -> T:

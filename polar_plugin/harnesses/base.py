@@ -60,8 +60,8 @@ class Launch:
     finished: str = ""
     """A regular expression for the beginning of the stdout line (4096 bytes of it) with which the program is done.
 
-    For programs that may print their result and not exit: `budgets.linger` seconds later they are ended, and the
-    attempt counts as completed. "": there is no such line.
+    For programs that may print their result and not exit: where it stays the last line for `budgets.linger` seconds and
+    no call is made, they are ended, and the attempt counts as completed. "": there is no such line.
     """
     versions: Versions | None = None
     """None: any version will do."""

@@ -54,7 +54,7 @@ class GeminiCLI:
             files=files,
             env={**_environment(context), **context.agent.env},
             stdin=plain_prompt(context.instruction),
-            finished=r'^  "(session_id|response)": ',  # it prints nothing before its result
+            finished=r"^\}",  # it prints one object, over several lines
             versions=npm_versions("gemini", "@google/gemini-cli", self.tested, settings.get("root")),
         )
 

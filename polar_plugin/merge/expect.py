@@ -23,11 +23,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import numpy as np
 import yaml
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from ..config import validated
 from ..errors import ConfigError
@@ -47,8 +47,8 @@ class Expectation:
     __pydantic_config__: ClassVar[Mapping[str, Any]] = _FORBID
     traces: int | None = None
     trained_tokens: int | None = None
-    min_delivered_fraction: float | None = None
-    min_trained_fraction: float | None = None
+    min_delivered_fraction: Annotated[float, Field(ge=0, le=1)] | None = None
+    min_trained_fraction: Annotated[float, Field(ge=0, le=1)] | None = None
     breaks: Mapping[str, int] | None = None
     untrained: Mapping[str, int] | None = None
     masks: str | None = None

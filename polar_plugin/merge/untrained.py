@@ -6,7 +6,7 @@ Nothing is left out without one of these reasons, and `traces.counts` adds up th
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
@@ -21,6 +21,7 @@ Choice = Literal["train", "drop"]
 Overlong = Literal["clip", "split"]
 Prompts = Literal["extended", "rerendered"]
 
+_LARGEST = np.iinfo(np.int32).max  # token id
 ROLES: Mapping[Role, Choice] = {
     Role.MAIN: "train",
     Role.SUB_AGENT: "train",
@@ -37,7 +38,7 @@ class Untrained(enum.StrEnum):
     SUPERSEDED = "superseded"
     """The harness never got the answer, and the same prompt was answered again."""
     DISCARDED = "discarded"
-    """The harness got the answer, asked the same again, and went on from another answer."""
+    """The harness got the answer, asked the same again, and got another answer."""
     OVER_LENGTH = "over_length"
     """It lies beyond `max_trace_tokens`, whole or (`overlong: split`) with its last tokens."""
     NO_PROMPT = "no_prompt"
@@ -76,12 +77,16 @@ class Policy:
         end_of_turn: Sequence[int] | int = (),
     ) -> Policy:
         """From a builder's configuration; raises ConfigError with the path of what is wrong."""
-        if max_trace_tokens is not None and max_trace_tokens < 2:
-            raise ConfigError(f"builder.config.max_trace_tokens must be at least 2, got {max_trace_tokens}")
+        if max_trace_tokens is not None and (type(max_trace_tokens) is not int or max_trace_tokens < 2):
+            raise ConfigError(
+                f"builder.config.max_trace_tokens must be a whole number, at least 2, got {max_trace_tokens!r}"
+            )
         if overlong != "clip" and overlong != "split":
             raise ConfigError(f'builder.config.overlong must be "clip" or "split", got {overlong!r}')
         if prompts != "extended" and prompts != "rerendered":
             raise ConfigError(f'builder.config.prompts must be "extended" or "rerendered", got {prompts!r}')
+        if not isinstance(roles, Mapping | None):
+            raise ConfigError(f"builder.config.roles must be a mapping, as in {{side: train}}, got {roles!r}")
         chosen = dict(ROLES)
         for name, choice in (roles or {}).items():
             chosen[_role(name)] = _choice(choice, f"roles.{name}")
@@ -119,8 +124,9 @@ def _role(name: str) -> Role:
 
 
 def _ids(value: object, path: str) -> tuple[int, ...]:
-    ids: list[object] = [value] if isinstance(value, int) else list(cast("Sequence[object]", value))
-    if not all(isinstance(one, int | np.integer) and one >= 0 for one in ids):
+    ids: list[object] = list(cast("Iterable[object]", value)) if isinstance(value, Iterable) else [value]
+    known = (isinstance(one, int | np.integer) and not isinstance(one, bool) and 0 <= one <= _LARGEST for one in ids)
+    if not all(known):
         raise ConfigError(f"{path} must be a token id or a list of token ids, got {value!r}")
     return tuple(cast("list[int]", ids))
 
@@ -156,7 +162,7 @@ def untrained(
 
 
 def _lost(session: CompletionSession, parents: Parents, extended: set[str], discarded: Choice) -> dict[str, Untrained]:
-    """Leaves that the harness did not get, or did not go on with."""
+    """Leaves that the harness did not get, or did not accept."""
     lost = {
         completion.id: Untrained.UNDELIVERED
         for completion in session.completions
@@ -169,14 +175,17 @@ def _lost(session: CompletionSession, parents: Parents, extended: set[str], disc
             if answer.id in lost:
                 if answer is not answers[-1] or any(other.id not in unreached for other in others):
                     lost[answer.id] = Untrained.SUPERSEDED
-            elif discarded == "drop" and answer.id not in extended and _asked_again(answer, others, extended):
+            elif discarded == "drop" and answer.id not in extended and _asked_again(answer, others, unreached):
                 lost[answer.id] = Untrained.DISCARDED
     return lost
 
 
-def _asked_again(answer: Completion, others: Sequence[Completion], extended: set[str]) -> bool:
-    """Whether the harness had the answer when it asked again, and went on from the other; not so for parallel draws."""
-    return any(other.id in extended and other.started >= answer.ended for other in others)
+def _asked_again(answer: Completion, others: Sequence[Completion], unreached: Collection[str]) -> bool:
+    """Whether the harness had the answer when it asked again and got another; not so for parallel draws, or threads."""
+    return any(
+        other.id not in unreached and other.started >= answer.ended and other.request.thread == answer.request.thread
+        for other in others
+    )
 
 
 def _same_prompts(completions: Sequence[Completion], parents: Parents) -> list[list[Completion]]:

@@ -179,7 +179,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, JSONObject | None]]:
         line: Any = None
         try:
             line = json.loads(raw)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if raw.endswith(b"\n") or number == 1:
                 raise RecordingError(
                     f"{path}:{number}: not JSON ({error}); the lines before it can be read if they are copied to a file"
@@ -284,5 +284,5 @@ def _told(path: Path, line: int | None = None) -> Generator[None]:
         raise error if str(error).startswith(str(path)) else RecordingError(f"{where}: {error}") from error
     except KeyError as error:
         raise RecordingError(f"{where}: lacks {error}") from error
-    except (TypeError, ValueError, OSError) as error:
+    except (AttributeError, TypeError, ValueError, OSError) as error:
         raise RecordingError(f"{where}: {error}") from error

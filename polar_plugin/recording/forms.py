@@ -42,6 +42,8 @@ from ..records import (
 )
 
 VERSION = 1
+_ROLES = ("system", "user", "assistant", "tool")
+_KINDS: Mapping[Any, str] = {dict: "an object", list: "a list", str: "a string"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,19 +209,21 @@ def header_of(line: JSONObject) -> Header:
             f"has version {line.get('version')!r}, and this release reads version {VERSION}:"
             " read it with the release of polar-plugin that wrote it"
         )
+    for key in ("metadata", "tokenizer"):
+        _typed(line, key, dict)
     told = _known(Header, line)
-    told["end_of_turn"] = tuple(told.get("end_of_turn") or ())
+    told["end_of_turn"] = tuple(_typed(line, "end_of_turn", list) or ())
     return Header(**told)
 
 
 def end_of(line: JSONObject) -> End:
-    evaluation, failure = line.get("evaluation"), line.get("failure")
+    evaluation, failure = _typed(line, "evaluation", dict), _typed(line, "failure", dict)
     return End(
         status=Status(line["status"]) if line.get("status") else None,
         evaluation=_evaluation(evaluation) if evaluation else None,
         failure=Failure(**_known(Failure, failure)) if failure else None,
-        counts=line.get("counts") or {},
-        session_counts=line.get("session_counts") or {},
+        counts=_typed(line, "counts", dict) or {},
+        session_counts=_typed(line, "session_counts", dict) or {},
     )
 
 
@@ -244,28 +248,29 @@ class CompletionReader:
         """Raises KeyError, TypeError or ValueError on what the line lacks or has wrong."""
         parent = self._known.get(line.get("parent") or "")
         buffer, prompt = self._prompt(line, parent)
-        output = token_ids(line["output_ids"])
+        output = token_ids(_numbers(line, "output_ids"))
+        _typed(line, "id", str)
         completion = Completion(
             id=line["id"],
             request=_request(line, parent),
             prompt_ids=prompt,
             generation=Generation(
                 output_ids=output,
-                logprobs=log_probs(line["logprobs"]),
+                logprobs=log_probs(_numbers(line, "logprobs")),
                 finish_reason=FinishReason(line.get("finish_reason") or FinishReason.STOP),
-                versions=tuple(VersionSpan(version, count) for version, count in line.get("weight_versions") or ()),
+                versions=tuple(VersionSpan(str(name), count) for name, count in line.get("weight_versions") or ()),
                 stop=line.get("stop"),
                 routing=_routing(line.get("routed_experts")),
                 nucleus=_nucleus(line),
             ),
             reply=_message(line.get("reply") or {"role": "assistant"}),
-            sampling=_sampling(line.get("sampling")),
-            started=line.get("started") or 0.0,
-            ended=line.get("ended") or 0.0,
+            sampling=_sampling(_typed(line, "sampling", dict)),
+            started=_typed(line, "started", (int, float)) or 0.0,
+            ended=_typed(line, "ended", (int, float)) or 0.0,
             parent=line.get("parent"),
             break_reason=BreakReason(line["break_reason"]) if line.get("break_reason") else None,
-            malformed_calls=line.get("malformed_calls") or 0,
-            images_omitted=line.get("images_omitted") or 0,
+            malformed_calls=_typed(line, "malformed_calls", int) or 0,
+            images_omitted=_typed(line, "images_omitted", int) or 0,
         )
         self._known[completion.id] = completion
         self._buffers[completion.id] = buffer.extended(len(prompt), output)
@@ -273,12 +278,12 @@ class CompletionReader:
 
     def _prompt(self, line: JSONObject, parent: Completion | None) -> tuple[TokenBuffer, TokenIds]:
         if "prompt_delta" not in line:
-            ids = token_ids(line["prompt_ids"])
+            ids = token_ids(_numbers(line, "prompt_ids"))
             buffer, length = TokenBuffer(ids), len(ids)
         elif parent is None:
             raise ValueError(f"prompt_delta follows the completion {line.get('parent')!r}, which no line before has")
         else:
-            delta = token_ids(line["prompt_delta"])
+            delta = token_ids(_numbers(line, "prompt_delta"))
             buffer, length = self._buffers[parent.id].extended(parent.length, delta), parent.length + len(delta)
         return buffer, buffer.view(length)
 
@@ -299,10 +304,10 @@ def _nucleus(line: JSONObject) -> Nucleus | None:
 
 
 def _request(line: JSONObject, parent: Completion | None) -> ChatRequest:
-    told = cast("JSONObject", line.get("request") or {})
+    told = _typed(line, "request", dict) or {}
     known = _known(ChatRequest, told)
     known["messages"], known["tools"] = _messages(told, parent), _tools(told, parent)
-    known["sampling"] = _sampling(told.get("sampling"))
+    known["sampling"] = _sampling(_typed(told, "sampling", dict))
     known["api"], known["role"] = line.get("api") or "", Role(line.get("role") or Role.MAIN)
     known["ignored"] = tuple(told.get("ignored") or ())
     return ChatRequest(**known)
@@ -326,24 +331,49 @@ def _tools(told: JSONObject, parent: Completion | None) -> tuple[Tool, ...]:
     return tuple(Tool(**_known(Tool, tool["function"])) for tool in told["tools"] or ())
 
 
-def _message(told: JSONObject) -> Message:
-    calls = cast("Sequence[JSONObject]", told.get("tool_calls") or ())
+def _message(told: Any) -> Message:
+    if not isinstance(told, dict):
+        raise ValueError(f"a message must be an object, got {told!r:.60}")
+    told = cast("JSONObject", told)
+    if told["role"] not in _ROLES:
+        raise ValueError(f"`role` must be one of {', '.join(_ROLES)}, got {told['role']!r:.60}")
     return Message(
         role=told["role"],
-        content=told.get("content") or "",
-        reasoning=told.get("reasoning_content") or "",
-        tool_calls=tuple(
-            ToolCall(call["function"]["name"], call["function"]["arguments"], call.get("id") or "") for call in calls
-        ),
-        tool_call_id=told.get("tool_call_id") or "",
-        name=told.get("name") or "",
+        content=_typed(told, "content", str) or "",
+        reasoning=_typed(told, "reasoning_content", str) or "",
+        tool_calls=tuple(_call(call) for call in _typed(told, "tool_calls", list) or ()),
+        tool_call_id=_typed(told, "tool_call_id", str) or "",
+        name=_typed(told, "name", str) or "",
     )
+
+
+def _call(told: JSONObject) -> ToolCall:
+    function = told["function"]
+    for key in ("name", "arguments"):
+        _typed(function, key, str)
+    return ToolCall(function["name"], function["arguments"], _typed(told, "id", str) or "")
 
 
 def _sampling(told: JSONObject | None) -> SamplingParams:
     known = _known(SamplingParams, told or {})
     known["stop"] = tuple(known.get("stop") or ())
     return SamplingParams(**known)
+
+
+def _typed(told: JSONObject, key: str, kind: type | tuple[type, ...]) -> Any:
+    """The value under `key`, None where it is absent or null. Raises ValueError where it is of another kind."""
+    value = told.get(key)
+    if value is not None and not isinstance(value, kind):
+        raise ValueError(f"`{key}` must be {_KINDS.get(kind, 'a number')}, got {value!r:.60}")
+    return value
+
+
+def _numbers(line: JSONObject, key: str) -> NDArray[Any]:
+    """A flat array of what may be token ids or log-probabilities."""
+    numbers = np.asarray(line[key])
+    if numbers.ndim != 1:
+        raise ValueError(f"`{key}` must be a list of numbers, got {line[key]!r:.60}")
+    return numbers
 
 
 def _known(record: type, told: JSONObject) -> JSONObject:

@@ -30,13 +30,20 @@ class Watchdog:
 
     def saw(self, stream: int, piece: bytes) -> None:
         self._printed_at = anyio.current_time()
-        if self._finished is None or stream != 1 or self._printed_result.is_set():
+        if self._finished is None or stream != 1:
             return
         for number, part in enumerate(piece.split(b"\n")):
             line = b"" if number else self._line
             self._line = line if len(line) >= _HEAD else (line + part)[:_HEAD]
-            if len(self._line) > len(line) and self._finished.search(self._line):
-                return self._printed_result.set()
+            if len(self._line) > len(line):
+                self._read(done=bool(self._finished.search(self._line)))
+
+    def _read(self, *, done: bool) -> None:
+        """A result is the last line: a program that goes on printing goes on working."""
+        if done:
+            self._printed_result.set()
+        elif self._printed_result.is_set():
+            self._printed_result = anyio.Event()
 
     async def over(self) -> None:
         """Returns once `stopped` says why."""
@@ -66,9 +73,13 @@ class Watchdog:
 
     async def _lingers(self, seconds: float) -> None:
         """Other threads of the program may still be at work: its last call counts, not its result alone."""
-        await self._printed_result.wait()
-        await anyio.sleep(seconds)
-        await self._session.quiet(seconds)
+        while True:
+            result = self._printed_result
+            await result.wait()
+            await anyio.sleep(seconds)
+            await self._session.quiet(seconds)
+            if result is self._printed_result:
+                return
 
     async def _hangs(self, seconds: float) -> None:
         while True:

@@ -193,6 +193,13 @@ def acknowledgement(start: Start) -> Pair:
     return first, program.ask([user("So far: nothing."), model(ack, ("call_c1", "bash", LS)), result("call_c1")])
 
 
+def reminded_summary(start: Start) -> Pair:
+    program, ack, tools = start("chat"), "Got it. Thanks for the additional context!", "<system-reminder>skills\n"
+    first = program.ask([user("So far: nothing."), model(ack)], said("", LS))
+    acknowledged = model(ack, ("call_c1", "bash", LS))
+    return first, program.ask([user(f"{tools}So far: nothing."), acknowledged, result("call_c1")])
+
+
 def notice(start: Start) -> Pair:
     program, texts = start("google"), ("ok", "[The previous response was interrupted before it completed.]")
     hi, more = part("user", {"text": "hi"}), part("user", {"text": "more"})
@@ -263,6 +270,7 @@ ROWS = {
         "Claude Code",
         "after an empty reply a reminder within the first user message, which stays",
     ): first_message_reminded,
+    ("Qwen Code", "the summary's message gets a reminder before it, one request later"): reminded_summary,
     ("Gemini CLI", "old tool outputs are masked where they stand"): masked_output,
     ("Codex", "the complete items of a reply that broke off stay, and their tools run"): complete_items,
 }
@@ -286,6 +294,8 @@ def test_a_history_told_otherwise_goes_on_from_the_very_tokens(start: Start, row
     ("row", "reason"),
     [
         (("Claude Code", "after an empty reply a reminder within the first user message, which stays"),
+         BreakReason.HISTORY_REWRITTEN),
+        (("Qwen Code", "the summary's message gets a reminder before it, one request later"),
          BreakReason.HISTORY_REWRITTEN),
         (("Gemini CLI", "old tool outputs are masked where they stand"), None),
         (("Codex", "the complete items of a reply that broke off stay, and their tools run"),

@@ -161,7 +161,7 @@ LAST_LINES = {
         '{"type":"result","subtype":"success","result":"Done."}',
     ),
     "codex": ('{"type":"turn.completed","usage":{"input_tokens":10790}}',),
-    "gemini_cli": ('  "session_id": "b42aa3eb",',),
+    "gemini_cli": ("}",),
     "opencode": ('{"type":"step_finish","part":{"id":"prt_22b62bb9","reason":"stop","type":"step-finish"}}',),
     "pi": ('{"type":"agent_settled","aborted":false}', '{"type":"agent_end","messages":[],"willRetry":false}'),
 }

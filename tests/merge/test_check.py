@@ -117,6 +117,10 @@ def two_turns() -> CompletionSession:
         (lambda t: replace(t, versions=(VersionSpan("7", 2),)), "are '7'x2, but '7'x2 ''x1 '8'x2 is right"),
         (lambda t: replace(t, versions=()), "are none, but"),
         (lambda t: replace(t, finish_reason=FinishReason.LENGTH), "finish reason is length, but stop is right"),
+        (lambda t: replace(t, role=Role.SIDE), "role is side, but main is right"),
+        (lambda t: replace(t, loss_mask=2 * t.loss_mask.astype(np.int8)), "loss_mask is int8, but must be bool"),
+        (lambda t: replace(t, response_ids=t.response_ids.astype(np.int64)), "response_ids is int64, but must be"),
+        (lambda t: replace(t, response_logprobs=t.response_logprobs.astype(np.float64)), "response_logprobs is float"),
     ],
 )  # fmt: skip
 def test_every_corruption_is_found_with_its_place(change: Callable[[Trace], Trace], message: str) -> None:

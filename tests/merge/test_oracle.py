@@ -94,7 +94,7 @@ class Oracle:
             other is not completion
             and other.prompt_ids.tolist() == completion.prompt_ids.tolist()
             and self.parent(other) is self.parent(completion)
-            and self.children(other)
+            and (self.children(other) or self.delivered(other))
             and other.started >= completion.ended
             for other in self.ledger.completions
         )

@@ -161,12 +161,15 @@ def test_case_28_a_cut_answer_that_was_asked_again_is_not_trained(lost_first: bo
     assert merged_counts(ledger)["untrained_superseded"] == 1
 
 
-def test_case_23_of_two_delivered_answers_that_nobody_extended_both_are_trained_each_in_its_context() -> None:
+def test_case_23_of_two_delivered_answers_that_nobody_extended_the_later_is_trained_unless_drawn_in_parallel() -> None:
     ledger = Ledger()
-    ledger.say([1, 2], [3])
-    ledger.say([1, 2], [4])
+    ledger.say([1, 2], [3], at=0)
+    ledger.say([1, 2], [4], at=0.5)
     first, second = merged(ledger)
     assert (trained(first), trained(second)) == ([3], [4])
+    ledger.say([1, 2], [5], at=2)
+    (only,) = merged(ledger)
+    assert trained(only) == [5]
 
 
 def test_an_undelivered_last_answer_is_not_trained_but_counted() -> None:
@@ -405,8 +408,25 @@ def test_an_answer_that_the_harness_got_and_asked_for_again_is_dropped_unless_to
     assert trained(only) == [4, 6]
     assert merged_counts(calls(at=1.5))["untrained_discarded"] == 2
     assert [trained(trace) for trace in merged(calls(at=1.5), discarded="train")] == [[2, 3], [4, 6]]
+    (unanswered,) = merged(Ledger(completions=calls(at=1.5).completions[:2]))  # the last word of its session
+    assert trained(unanswered) == [4]
     parallel = merged(calls(at=0.5))  # asked before the first answer was there: two agents, not one that asks again
     assert [trained(trace) for trace in parallel] == [[2, 3], [4, 6]]
+
+
+def test_another_thread_that_asks_the_same_asks_nothing_again() -> None:
+    ledger = Ledger()
+    ledger.say([1], [2, 3], at=0, request=ChatRequest((), thread="one"))
+    ledger.say([1], [4], at=2, request=ChatRequest((), thread="two"))
+    assert [trained(trace) for trace in merged(ledger)] == [[2, 3], [4]]
+
+
+def test_an_answer_that_was_asked_for_again_in_vain_is_trained() -> None:
+    ledger = Ledger()
+    ledger.say([1], [2, 3], at=0)
+    ledger.say([1], [4], at=2, delivered=False)
+    (only,) = merged(ledger)
+    assert trained(only) == [2, 3]
 
 
 def test_other_prompts_of_the_same_length_are_other_questions() -> None:
@@ -430,6 +450,14 @@ def test_other_prompts_of_the_same_length_are_other_questions() -> None:
         ({"overlong": "cut"}, 'config.overlong must be "clip" or "split"'),
         ({"prompts": "whatever"}, 'config.prompts must be "extended" or "rerendered"'),
         ({"end_of_turn": ["<|im_end|>"]}, "config.end_of_turn must be a token id or a list of token ids"),
+        ({"end_of_turn": 1.5}, "config.end_of_turn must be a token id or a list of token ids"),
+        ({"end_of_turn": None}, "config.end_of_turn must be a token id or a list of token ids"),
+        ({"end_of_turn": [True]}, "config.end_of_turn must be a token id or a list of token ids"),
+        ({"end_of_turn": 2**40}, "config.end_of_turn must be a token id or a list of token ids"),
+        ({"roles": ["side"]}, "config.roles must be a mapping, as in {side: train}, got"),
+        ({"max_trace_tokens": "4096"}, "config.max_trace_tokens must be a whole number, at least 2, got '4096'"),
+        ({"max_trace_tokens": 3.5}, "config.max_trace_tokens must be a whole number, at least 2, got 3.5"),
+        ({"max_trace_tokens": 1}, "config.max_trace_tokens must be a whole number, at least 2, got 1"),
     ],
 )
 def test_a_builder_refuses_a_setting_that_it_does_not_know(config: dict[str, Any], message: str) -> None:
@@ -470,6 +498,17 @@ def test_versions_that_differ_are_flagged_and_tokens_that_were_not_sampled_have_
     assert only.versions == (VersionSpan("", 3), VersionSpan("8", 1), VersionSpan("9", 1))
     assert only.metadata["mixed_versions"] is True
     assert merged_counts(ledger)["mixed_version_traces"] == 1
+
+
+def test_a_version_that_sampled_nothing_mixes_nothing() -> None:
+    ledger = Ledger()
+    ledger.say([1], [2, 3])
+    told = Generation(
+        token_ids([2, 3]), log_probs([-1, -1]), FinishReason.STOP, (VersionSpan("7", 0), VersionSpan("8", 2))
+    )
+    ledger.completions[0] = replace(ledger.completions[0], generation=told)
+    (only,) = merged(ledger)
+    assert (only.versions, only.metadata.get("mixed_versions")) == ((VersionSpan("8", 2),), None)
 
 
 def test_per_request_gives_one_trace_a_call() -> None:
@@ -516,6 +555,49 @@ def test_the_json_has_the_papers_shape() -> None:
             "role": "main", "completion_ids": ["c0", "c1"], "weight_versions": [["7", 2], ["", 2]],
         },
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("reply", "echo"),
+    [
+        ([Message("assistant", "Look.")], [Message("assistant", "Look.")]),
+        ([Message("assistant", "Look.")], [Message("assistant", "Lo"), Message("assistant", "ok.")]),
+        ([Message("assistant")], []),
+    ],
+    ids=["as_it_was", "split_in_two", "left_out"],
+)
+def test_the_messages_between_two_replies_are_those_of_the_program(reply: list[Message], echo: list[Message]) -> None:
+    ledger, asked, result = Ledger(), Message("user", "hi"), Message("user", "go on")
+    a = ledger.say([1], [2], reply=reply[0], request=ChatRequest((asked,)))
+    ledger.say(
+        [1, 2, 3], [4], after=a, reply=Message("assistant", "Done."), request=ChatRequest((asked, *echo, result))
+    )
+    (only,) = merged(ledger)
+    assert only.response_messages == (*reply, result, Message("assistant", "Done."))
+
+
+def test_a_trace_that_was_cut_says_so_also_where_its_reply_holds_a_call() -> None:
+    ledger = Ledger()
+    ledger.say([1], [2, 3, 4], reply=Message("assistant", "", "", (ToolCall("ls", "{}"),)))
+    (only,) = merged(ledger, max_trace_tokens=3, overlong="split")
+    assert trace_json(only)["finish_reason"] == "length"
+
+
+def test_what_a_builder_cuts_without_telling_is_counted_as_unexplained() -> None:
+    ledger = Ledger()
+    ledger.say([1], [2, 3, 4])
+    session = ledger.sealed()
+    cut = PrefixMerging(max_trace_tokens=3, overlong="split").build(session)
+    told = counts(session, cut)
+    assert (told["sampled_tokens"], told["trained_tokens"], told["untrained_unexplained"]) == (3, 2, 1)
+
+
+def test_versions_are_counted_as_mixed_also_where_a_builder_does_not_flag_them() -> None:
+    ledger = Ledger()
+    a = ledger.say([1], [2], version="7")
+    ledger.say([1, 2, 3], [4], after=a, version="8")
+    traces = [replace(trace, metadata={}) for trace in merged(ledger)]
+    assert counts(ledger.sealed(), traces)["mixed_version_traces"] == 1
 
 
 def test_a_trace_that_ends_in_a_call_finishes_for_it() -> None:

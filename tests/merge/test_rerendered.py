@@ -123,6 +123,16 @@ def test_a_turn_dropped_far_back_splits_once_and_the_thread_goes_on() -> None:
     assert breaks == {"breaks_first_call": 1, "breaks_template_rewrite": 1}
 
 
+def test_an_empty_turn_came_back_as_it_was_and_breaks_nothing() -> None:
+    ledger = Ledger(parents=False)
+    ledger.say([USER, 1, ASSISTANT], [5, END])
+    ledger.say([USER, 1, ASSISTANT, 5, END, USER, 2, ASSISTANT], [])
+    ledger.say([USER, 1, ASSISTANT, 5, END, USER, 2, ASSISTANT, END, USER, 3, ASSISTANT], [6, END])
+    traces, breaks = split(ledger.sealed())
+    assert [trace.completion_ids for trace in traces] == [("c0", "c2")]
+    assert breaks == {"breaks_first_call": 1}
+
+
 def test_another_conversation_is_a_new_thread() -> None:
     ledger = Ledger(parents=False)
     ledger.say([USER, 1, ASSISTANT], [5, END])

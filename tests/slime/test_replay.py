@@ -10,21 +10,22 @@ import pytest
 
 from polar_plugin.errors import MergeError
 from polar_plugin.records import Nucleus, Status, Trace, token_ids
-from polar_plugin.slime_samples import Conversion, SessionSamples, convert
+from polar_plugin.slime_samples import Conversion, SessionSamples, convert, validate
 from polar_plugin.slime_types import SampleLike
 from tests.stages.doubles import attempt
 
 from .sessions import trace, trajectory
 
 LAYERS, CHOSEN = 3, 2
+EXPERTS = np.arange(7 * LAYERS * CHOSEN, dtype=np.int16).reshape(7, -1)
+CHOICES = Nucleus(token_ids(range(8)), token_ids([0, 0, 2, 4, 6, 8]))
 HOW = Conversion(experts=(LAYERS, CHOSEN), top_p=True)
 
 
 def replayable() -> Trace:
     """3 prompt tokens, 1 of context, 4 trained."""
     plain = trace(4, context=1)
-    experts = np.arange(7 * LAYERS * CHOSEN, dtype=np.int16).reshape(7, -1)
-    return replace(plain, routing=experts, nucleus=Nucleus(token_ids(range(8)), token_ids([0, 0, 2, 4, 6, 8])))
+    return replace(plain, routing=EXPERTS, nucleus=CHOICES)
 
 
 def samples(*traces: Trace, how: Conversion = HOW, status: Status = Status.COMPLETED) -> SessionSamples:
@@ -71,6 +72,20 @@ def test_a_trace_without_what_is_replayed_is_left_out_and_counted() -> None:
 def test_nothing_is_said_of_it_where_nothing_is_replayed() -> None:
     (only,) = samples(replayable(), how=Conversion()).samples
     assert not hasattr(only, "rollout_routed_experts") or only.rollout_routed_experts is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"routing": EXPERTS[:-1]}, "trace 0: 6 rows of experts, but 8 tokens need 7"),
+        ({"nucleus": CHOICES.first(4)}, "trace 0: the choices are of 4 tokens, but the response has 5"),
+    ],
+)
+def test_replay_data_of_another_length_are_refused_before_they_reach_the_trainer(
+    change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(MergeError, match=message):
+        validate([[samples(replace(replayable(), **change))]])
 
 
 def test_experts_of_another_model_are_refused() -> None:

@@ -40,7 +40,7 @@ async def run(world: World, **sessions: object) -> Trajectory:
     )
 
 
-@pytest.mark.parametrize("result", [RESULT, RESULT[:-1], RESULT + b"and more\n"])
+@pytest.mark.parametrize("result", [RESULT, RESULT[:-1], RESULT + b"\n"])
 async def test_case_85_a_program_that_printed_its_result_and_does_not_exit_is_done(result: bytes) -> None:
     trajectory = await run(World(prints=result, steps={"agent.exec": anyio.sleep_forever}))
     assert (trajectory.status, trajectory.failure, trajectory.exit_code) == (Status.COMPLETED, None, None)
@@ -55,7 +55,9 @@ async def test_a_program_that_exits_within_its_grace_is_left_alone() -> None:
     assert "ended_lingered" not in trajectory.counts
 
 
-@pytest.mark.parametrize("printed", [b"", b'{"type":"progress"}\n', b' {"type":"result"}\n', RESULT[:20]])
+@pytest.mark.parametrize(
+    "printed", [b"", b'{"type":"progress"}\n', RESULT + b"and more\n", b' {"type":"result"}\n', RESULT[:20]]
+)
 async def test_what_is_no_result_does_not_end_a_program(printed: bytes) -> None:
     trajectory = await run(World(prints=printed, steps={"agent.exec": taking(59)}))
     assert (trajectory.exit_code, trajectory.timings["agent"]) == (0, 59)

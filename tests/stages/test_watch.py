@@ -137,6 +137,19 @@ async def test_calls_after_the_result_put_the_end_off_until_they_are_over() -> N
     assert await ended(works_on, linger=20) == (Stopped.LINGERED, 135)
 
 
+async def test_a_program_that_prints_on_after_a_result_is_at_work_until_it_prints_another_one() -> None:
+    """Some compact behind a turn that looked like the last one, and go on; a command of theirs may take long."""
+
+    async def works_on(watchdog: Watchdog, session: Session) -> None:
+        watchdog.saw(1, RESULT + b"}\n")
+        await call(session, "15")
+        watchdog.saw(1, b'{"type":"tool"}\n')
+        await anyio.sleep(400)
+        watchdog.saw(1, RESULT + b"}\n")
+
+    assert await ended(works_on, linger=20) == (Stopped.LINGERED, 435)
+
+
 @pytest.mark.parametrize("outcome", ["refused", "broken"])
 async def test_case_111_a_program_that_does_not_end_after_a_fatal_error_is_ended(outcome: str) -> None:
     async def gives_up(watchdog: Watchdog, session: Session) -> None:
