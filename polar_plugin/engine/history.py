@@ -156,12 +156,14 @@ class History:
         """A turn has the role of the one it continues; behind a summary, of the one that was summarised."""
         if told := roles.told(request):
             return told
-        if request.thread and request.thread != parent.request.thread:
-            return Role.SUB_AGENT
         before: Completion | None = parent
-        while before and before.role is Role.COMPACTION:
+        while before:
+            if request.thread and request.thread != before.request.thread:
+                return Role.SUB_AGENT
+            if before.role is not Role.COMPACTION:
+                return before.role
             before = self._completions.get(self._continued[before.id])
-        return before.role if before else roles.thread_role(request) or Role.MAIN
+        return roles.thread_role(request) or Role.MAIN
 
     def _role_of(self, reason: BreakReason, found: breaks.Thread) -> Role:
         if reason is BreakReason.NEW_THREAD:
