@@ -115,7 +115,7 @@ async def sessions(family: Family, cache: Path, api: str = "openai_chat") -> Asy
     def script(session_id: str, turn: int, prompt: str) -> str | None:
         return says[turn] if session_id == "s" else None
 
-    engine = TransformersEngine(model, tokenizer=AutoTokenizer.from_pretrained(str(directory)), script=script)
+    engine = TransformersEngine(model, tokenizer=tokenizer_of(directory), script=script)
     config = load_config({"sampling": {"max_tokens": 400}})
     with anyio.fail_after(240):
         async with (
@@ -125,6 +125,11 @@ async def sessions(family: Family, cache: Path, api: str = "openai_chat") -> Asy
         ):
             base, speaker = f"{service.proxy.url}/s/{session.key}", SPEAKERS[api]
             yield service, Client(http, base, says, speaker, [speaker.system("You work in a shell.")]), session.seal
+
+
+@functools.cache
+def tokenizer_of(directory: Path) -> Any:
+    return AutoTokenizer.from_pretrained(str(directory))
 
 
 @functools.cache

@@ -157,11 +157,13 @@ class History:
         if told := roles.told(request):
             return told
         before: Completion | None = parent
-        while before and before.role is Role.COMPACTION:
+        while before:
+            if request.thread and request.thread != before.request.thread:
+                return Role.SUB_AGENT
+            if before.role is not Role.COMPACTION:
+                return before.role
             before = self._completions.get(self._continued[before.id])
-        if before is None or (request.thread and request.thread != before.request.thread):
-            return roles.thread_role(request) or Role.MAIN
-        return before.role
+        return roles.thread_role(request) or Role.MAIN
 
     def _role_of(self, reason: BreakReason, found: breaks.Thread) -> Role:
         if reason is BreakReason.NEW_THREAD:

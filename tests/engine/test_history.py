@@ -23,6 +23,7 @@ from polar_plugin.records import (
     FinishReason,
     Generation,
     Message,
+    Role,
     SamplingParams,
     Tool,
     ToolCall,
@@ -202,3 +203,15 @@ def test_prompts_of_a_chain_share_memory_and_a_branch_gets_its_own() -> None:
     assert np.shares_memory(first.view(6), root.view(2))
     with pytest.raises(ValueError):
         first.view(6)[0] = 7
+
+
+def test_a_named_thread_that_begins_anew_from_its_own_summary_of_the_main_one_is_still_a_sub_agent(
+    history: History,
+) -> None:
+    told, summary = (SYSTEM, ASK, REPLY, RESULT), "A summary of the whole conversation."
+    ask = ChatRequest((*told, Message("user", "sum up")), (BASH,), thread="explorer", role=Role.COMPACTION)
+    place = history.find(ask)
+    compaction = completion(replace(ask, role=place.role), Message("assistant", summary), "c2")
+    history.add(compaction, place)
+    anew = history.find(ChatRequest((SYSTEM, Message("user", summary)), (BASH,), thread="explorer"))
+    assert (place.role, anew.role, anew.reason) == (Role.COMPACTION, Role.SUB_AGENT, BreakReason.COMPACTION)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,7 +39,7 @@ def test_the_ids_are_those_of_transformers(name: str, text: str) -> None:
 
 
 def test_what_somebody_else_set_on_the_same_tokenizer_cuts_and_pads_nothing() -> None:
-    shared = AutoTokenizer.from_pretrained(tokenizers.load("qwen3"))
+    shared: Any = AutoTokenizer.from_pretrained(tokenizers.load("qwen3"))
     tokenizer = Tokenizer(shared)
     whole = tokenizer.encode("one two three four five")
     shared("one two three four five", truncation=True, max_length=2)

@@ -174,7 +174,7 @@ class Oracle:
             reasons |= set() if certain else {BreakReason.BOUNDARY_UNKNOWN}
             if sure:
                 return Place(found, frozenset(reasons), again)
-        before = {one.completion.break_reason for one in again} - {None}
+        before = {one.completion.break_reason for one in again if one.completion.break_reason}
         return Place(found, frozenset({*reasons, *(before or self.reasons(asked))}), again)
 
     def continued(self, asked: Asked, stop: int) -> tuple[list[Record], bool]:

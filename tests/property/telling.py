@@ -127,11 +127,15 @@ def _id(name: str, habits: Habits) -> str:
     return "" if "no ids" in habits else f"other_{name}" if "other ids" in habits else name
 
 
+def _as_said(call: ToolCall) -> ToolCall:
+    return call
+
+
 def _call(call: ToolCall, habits: Habits, source: str) -> ToolCall:
-    spell = next((SPELLINGS[habit] for habit in sorted(habits) if habit in SPELLINGS), lambda call: call)
+    spell = next((SPELLINGS[habit] for habit in sorted(habits) if habit in SPELLINGS), _as_said)
     told = spell(call)
     if not {"no ids", "other ids"} & habits and source:
-        told = next((OF_OUR_IDS[habit] for habit in sorted(habits) if habit in OF_OUR_IDS), lambda call: told)(call)
+        told = next((OF_OUR_IDS[habit] for habit in sorted(habits) if habit in OF_OUR_IDS), _as_said)(told)
     return replace(told, id=_id(call.id, habits))
 
 
