@@ -146,12 +146,12 @@ class Sessions(RuleBasedStateMachine):
         self.keep(thread, self.ask(thread, says, habit))
 
     @precondition(lambda self: len(self.threads) < 6)
-    @rule(at=AT, says=SAYS, habit=HABIT)
-    def say_the_same_twice(self, at: int, says: Sampled, habit: tuple[Habits, int]) -> None:
-        """Two answers of the same words in other tokens, and both are gone on from."""
+    @rule(at=AT, says=SAYS, habit=HABIT, named=st.booleans())
+    def say_the_same_twice(self, at: int, says: Sampled, habit: tuple[Habits, int], named: bool) -> None:
+        """Two answers of the same words in other tokens, in one conversation or two, and both are gone on from."""
         thread = self.thread(at)
         self.add(thread)
-        other = thread.branch(len(thread.entries), thread.name)
+        other = thread.branch(len(thread.entries), self.name() if named else thread.name)
         self.threads.append(other)
         self.keep(thread, self.ask(thread, says, habit))
         self.keep(other, self.ask(other, replace(says, spelling=(not says.spelling[0], True)), habit))

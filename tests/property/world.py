@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, TypeVar
 
@@ -69,7 +69,7 @@ class World:
     def begin(self, request: ChatRequest, reply: Reply) -> Call:
         """A call that is held in the engine."""
         release = anyio.Event()
-        self._script.append(Reply(reply.text, reply.ids, reply.finish_reason, reply.raises, release))
+        self._script.append(replace(reply, until=release))
         call = Call(self._loop.create_task(self.session.turn(request)), release)
         self._run(self._settled(lambda: not self._script))
         return call
