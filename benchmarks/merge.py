@@ -4,13 +4,15 @@
 
 A session of n turns is one conversation whose prompts repeat the history, as a proxy records it: half of the tokens are
 sampled. Speed is in tokens of the final trace a second of CPU time (best run of at least a second); memory is the peak
-beyond the session itself, measured by tracemalloc in a run of its own: the traces and what making them needs. "ours" is
-`PrefixMerging.build` over completions as the proxy keeps them, prompts that are views of one buffer; each turn costs
-some microseconds beside its tokens, which is what shows at 1000 turns of 500 tokens. "ours + check" adds `merge.check`.
-"no parents" is the same session as another system records it: each prompt an array of its own, so that the input itself
-is quadratic in turns (250 million tokens at 1000 turns, all of which are compared), and nothing said of who extends
-whom; "rerendered" is that with `prompts: rerendered`. "Python lists" is a plain merge by list slices, which trusts that
-turns come in order and makes no checks. `--slime DIR` adds the TrajectoryManager of a checkout of slime; `--only NAME`
+beyond the session itself, measured by tracemalloc in a run of its own: the traces and what making them needs. Memory
+comes from what the process had before, as in one that merges session after session: a first touch of a page would cost
+more than all else at 10 turns, and by chance. "ours" is `PrefixMerging.build` over completions as the proxy keeps them,
+prompts that are views of one buffer; each turn costs some microseconds beside its tokens, which is what shows at 1000
+turns of 500 tokens. "ours + check" adds `merge.check`. "copies" has each prompt in an array of its own, as other
+systems record them, so that the input itself is quadratic in turns (250 million tokens at 1000 turns, all of which are
+compared: what is told of parents is never trusted); "no parents" is that with nothing said of who extends whom,
+"rerendered" that with `prompts: rerendered`. "Python lists" is a plain merge by list slices, which trusts that turns
+come in order and makes no checks. `--slime DIR` adds the TrajectoryManager of a checkout of slime; `--only NAME`
 measures those alone whose names begin so.
 """
 
@@ -43,6 +45,8 @@ from polar_plugin.records import (
     log_probs,
     token_ids,
 )
+
+_KEPT = 31 << 20  # bytes; a larger block says nothing to glibc (DEFAULT_MMAP_THRESHOLD_MAX is 32 MiB)
 
 
 @dataclass(frozen=True)
@@ -78,10 +82,15 @@ def conversation(turns: int, total: int) -> CompletionSession:
     return CompletionSession("benchmark", tuple(made))
 
 
-def orphaned(session: CompletionSession) -> CompletionSession:
-    """As another system records it."""
-    alone = (replace(one, parent=None, prompt_ids=token_ids(one.prompt_ids)) for one in session.completions)
+def copied(session: CompletionSession) -> CompletionSession:
+    """Each prompt in an array of its own."""
+    alone = (replace(one, prompt_ids=token_ids(one.prompt_ids)) for one in session.completions)
     return replace(session, completions=tuple(alone))
+
+
+def orphaned(session: CompletionSession) -> CompletionSession:
+    """Nothing said of who extends whom."""
+    return replace(session, completions=tuple(replace(one, parent=None) for one in session.completions))
 
 
 Turn = tuple[list[int], list[int], list[float]]
@@ -128,6 +137,11 @@ def measured(work: Callable[[], object], tokens: int, seconds: float = 1.0) -> F
     return Figures(tokens / best / 1e6, peak / tokens)
 
 
+def keep_memory() -> None:
+    """Have glibc keep what is freed: it returns no more than twice the largest block that it ever freed."""
+    np.ones(_KEPT // 8)
+
+
 def slime_merge(directory: str, session: CompletionSession) -> Callable[[], object]:
     """Record and export with slime.agent.trajectory, fed with token lists and messages of one word."""
     sys.path.insert(0, directory)
@@ -151,12 +165,14 @@ def slime_merge(directory: str, session: CompletionSession) -> Callable[[], obje
 
 
 def contenders(session: CompletionSession, slime: str | None) -> dict[str, Callable[[], object]]:
-    builder, alone, lists = PrefixMerging(), orphaned(session), as_lists(session)
+    builder, copies, lists = PrefixMerging(), copied(session), as_lists(session)
+    alone = orphaned(copies)
     rerendered = PrefixMerging(prompts="rerendered", end_of_turn=0)
     assert len(merge_lists(lists)) == len(builder.build(alone)) == 1
     found: dict[str, Callable[[], object]] = {
         "ours": lambda: builder.build(session),
         "ours + check": lambda: check(builder.build(session), session),
+        "ours, copies": lambda: builder.build(copies),
         "ours, no parents": lambda: builder.build(alone),
         "ours, rerendered": lambda: rerendered.build(alone),
         "Python lists": lambda: merge_lists(lists),
@@ -171,6 +187,7 @@ def main() -> None:
     parser.add_argument("--slime", help="a checkout of slime")
     parser.add_argument("--only", default="", help="the beginning of a contender's name")
     arguments = parser.parse_args()
+    keep_memory()
     print(f"{arguments.tokens} tokens a session; million tokens a CPU second, and peak bytes a token")
     for row, turns in enumerate(arguments.turns):
         session = conversation(turns, arguments.tokens)

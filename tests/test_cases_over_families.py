@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import aiohttp
 import anyio
@@ -94,16 +96,19 @@ class Harness:
         return traces
 
 
-@asynccontextmanager
-async def harness(family: Family, cache: pytest.TempPathFactory) -> AsyncGenerator[Harness]:
-    if family.tokenizer == "tiny":
-        directory = resolve_model("tiny", cache.getbasetemp() / "models")
-    else:
-        directory = tokenizers.load(family.tokenizer)
+@cache
+def loaded(family: Family, models: Path) -> tuple[Renderer, Callable[[str], Sequence[int]]]:
+    """A family's renderer and how its model's text becomes tokens: seconds, so once a run."""
+    directory = resolve_model("tiny", models) if family.tokenizer == "tiny" else tokenizers.load(family.tokenizer)
     renderer = load_renderer(directory, kind=family.kind, **dict(family.options))  # type: ignore[arg-type]
+    return renderer, load_tokenizer(directory).encode
+
+
+@asynccontextmanager
+async def harness(family: Family, directories: pytest.TempPathFactory) -> AsyncGenerator[Harness]:
+    renderer, encode = loaded(family, directories.getbasetemp() / "models")
     script: list[Reply] = []
-    tokenizer = load_tokenizer(directory)
-    engine = ScriptedEngine(lambda call: script[-1], tokenizer.encode, context_length=32_768)
+    engine = ScriptedEngine(lambda call: script[-1], encode, context_length=32_768)
     with anyio.fail_after(120):
         async with (
             RolloutService(load_config({"sampling": {"max_tokens": 400}}), engine=engine, renderer=renderer) as service,

@@ -24,10 +24,10 @@ from polar_plugin.merge.builders import PrefixMerging
 from polar_plugin.merge.check import check
 from polar_plugin.merge.traces import counts
 from polar_plugin.merge.untrained import untrained
-from polar_plugin.records import Completion, CompletionSession, Role, Trace, token_ids
+from polar_plugin.records import CompletionSession, Role, Trace
 
 from . import tokenizers
-from .exactness import LIMIT, random_model, scored
+from .exactness import LIMIT, drift, gaps, random_model
 from .recorded.expected import EXPECTED
 from .recorded.forced import Forced
 from .recorded.replay import Replayed, recordings, replay
@@ -66,23 +66,7 @@ def replayed(name: str) -> tuple[CompletionSession, tuple[Trace, ...]]:
 def differences(name: str) -> npt.NDArray[np.float32]:
     """|recomputed - recorded| of each trained token of a recording."""
     model = parts()[2]
-    gaps = [np.empty(0, np.float32)]
-    for trace in replayed(name)[1]:
-        ids = token_ids(np.concatenate((trace.prompt_ids, trace.response_ids)))
-        again = scored(model, ids, len(trace.prompt_ids) + np.flatnonzero(trace.loss_mask))
-        gaps.append(np.abs(again - trace.response_logprobs[trace.loss_mask]))
-    return np.concatenate(gaps)
-
-
-def drift(completion: Completion) -> npt.NDArray[np.float32]:
-    """|recorded - as if the prompt had been rendered anew from the request| of what one call sampled."""
-    renderer, _, model = parts()
-    request, output = completion.request, completion.generation.output_ids
-    anew = renderer.render(request.messages, request.tools)
-    if np.array_equal(anew, completion.prompt_ids):
-        return np.zeros(len(output), np.float32)
-    scores = scored(model, token_ids(np.concatenate((anew, output))), len(anew) + np.arange(len(output)))
-    return np.abs(scores - completion.generation.logprobs)
+    return np.concatenate([np.empty(0, np.float32), *(gaps(model, trace) for trace in replayed(name)[1])])
 
 
 def told(session: CompletionSession, traces: Iterable[Trace]) -> str:
@@ -115,9 +99,9 @@ def test_each_conversation_of_a_recording_is_one_trace_and_its_breaks_are_those_
 @pytest.mark.parametrize("name", recordings())
 def test_every_trained_token_of_a_recording_has_the_log_probability_of_its_call(name: str) -> None:
     _, traces = replayed(name)
-    gaps = differences(name)
-    assert len(gaps) == sum(trace.trained for trace in traces)
-    assert gaps.max(initial=0) <= LIMIT
+    off = differences(name)
+    assert len(off) == sum(trace.trained for trace in traces)
+    assert off.max(initial=0) <= LIMIT
 
 
 @pytest.mark.parametrize("program", EXPECTED)
@@ -126,15 +110,16 @@ def test_the_same_check_finds_the_drift_of_a_programs_rerendered_prompts(
 ) -> None:
     """The control: servers that render each request anew from what the program repeats sample under other contexts."""
     names = [name for name in recordings() if name.startswith(f"{program}/")]
-    gaps = np.concatenate([differences(name) for name in names])
+    renderer, _, model = parts()
+    exact = np.concatenate([differences(name) for name in names])
     drifts = [np.zeros(0, np.float32)]
     for session, traces in map(replayed, names):
         trained = {name for trace in traces for name in trace.completion_ids}
-        drifts += [drift(one) for one in session.completions if one.id in trained and one.parent]
+        drifts += [drift(model, renderer, one) for one in session.completions if one.id in trained and one.parent]
     off = int((np.concatenate(drifts) > LIMIT).sum())
     figure(
         "exact context, recorded programs",
-        f"{program}: {len(gaps)} trained tokens in {len(names)} recordings, off by {gaps.max():.1e} at most;"
-        f" re-rendered prompts: {off} off by more than {LIMIT} ({off / len(gaps):.1%})",
+        f"{program}: {len(exact)} trained tokens in {len(names)} recordings, off by {exact.max():.1e} at most;"
+        f" re-rendered prompts: {off} off by more than {LIMIT} ({off / len(exact):.1%})",
     )
     assert off > 0 or program.startswith(NO_ECHO_OF_ITS_OWN)

@@ -20,7 +20,8 @@ LAYERS: list[tuple[int, tuple[str, ...]]] = [
         1,
         (
             "config", "placeholders", "plugins", "rewards",
-            "proxy.codec", "proxy.fields", "proxy.sse", "proxy.parts", "proxy.openai_chat", "proxy.openai_chat_request",
+            "proxy.codec", "proxy.memory", "proxy.fields", "proxy.sse",
+            "proxy.parts", "proxy.openai_chat", "proxy.openai_chat_request",
             "proxy.anthropic_messages", "proxy.anthropic_request", "proxy.anthropic_events",
             "proxy.openai_responses", "proxy.responses_request", "proxy.responses_events", "proxy.responses_items",
             "proxy.responses_tools",

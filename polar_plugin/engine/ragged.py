@@ -26,7 +26,7 @@ from ..records import LogProbs, log_probs
 ATTENTION = "polar_ragged"
 _STOCK = "sdpa"
 _BLOCK = 256
-_SCORE_ROWS = 256
+_SCORE_ROWS = 64
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
 
@@ -58,6 +58,10 @@ class KeyValues:
     def commit(self, count: int) -> None:
         self.length += count
 
+    def cut(self, length: int) -> None:
+        """Forget all behind the first `length` tokens."""
+        self.length = min(self.length, length)
+
     def fork(self, length: int) -> KeyValues:
         """A copy of the first `length` tokens."""
         copy = KeyValues()
@@ -84,6 +88,8 @@ class Row:
 
     kv: KeyValues
     ids: Sequence[int]
+    wanted: int
+    """Behind how many of them, the last ones, logits are wanted."""
     _masks: dict[int | None, Tensor | None] = field(default_factory=dict[int | None, Tensor | None])
 
     def mask(self, window: int | None, device: torch.device) -> Tensor | None:
@@ -163,15 +169,16 @@ def release(model: PreTrainedModel) -> None:
 
 @torch.inference_mode()
 def forward(model: PreTrainedModel, rows: Sequence[Row]) -> Tensor:
-    """Logits after each row's last token, float32 [rows, vocab]; the rows' keys and values are kept."""
+    """Logits behind each row's `wanted` tokens, float32 [wanted of all rows, vocab]; keys and values are kept."""
     ids = [token for row in rows for token in row.ids]
     positions = [row.kv.length + i for row in rows for i in range(len(row.ids))]
-    last = torch.tensor([len(row.ids) for row in rows], device=model.device).cumsum(0) - 1
+    ends = np.cumsum([len(row.ids) for row in rows]).tolist()
+    wanted = [i for row, end in zip(rows, ends, strict=True) for i in range(end - row.wanted, end)]
     logits = model(
         input_ids=torch.tensor([ids], device=model.device),
         position_ids=torch.tensor([positions], device=model.device),
         use_cache=False,
-        logits_to_keep=last,
+        logits_to_keep=torch.tensor(wanted, dtype=torch.long, device=model.device),
         rows=rows,
     ).logits[0]
     for row in rows:
@@ -183,18 +190,30 @@ def forward(model: PreTrainedModel, rows: Sequence[Row]) -> Tensor:
 def score(model: PreTrainedModel, ids: Sequence[int], temperature: float) -> LogProbs:
     """float32 [n - 1]: the log-probability of each id after the ids before it, by one stock forward pass.
 
-    It shares no cache and no attention code with `forward`, so that one can prove the other.
+    It shares no cache and no attention code with `forward`, so that one can prove the other. Logits are made of a few
+    rows at a time: of all they would take many times the memory of everything else.
     """
-    with _stock_attention(model):
-        tokens = torch.tensor([list(ids)], device=model.device)
-        logits = model(input_ids=tokens, use_cache=False).logits[0, :-1]
-    scale = temperature or 1.0
-    parts: list[Any] = []
-    for start in range(0, logits.shape[0], _SCORE_ROWS):
-        part = torch.log_softmax(logits[start : start + _SCORE_ROWS].float() / scale, dim=-1)
-        wanted = tokens[0, start + 1 : start + 1 + part.shape[0], None]
-        parts.append(part.gather(1, wanted)[:, 0].cpu().numpy())
-    return log_probs(np.concatenate(parts) if parts else [])
+    tokens = torch.tensor([list(ids)], device=model.device)
+    parts = [np.empty(0, np.float32)]
+    with _stock_attention(model), _hidden_states_kept(model, tokens):
+        for start in range(0, len(ids) - 1, _SCORE_ROWS):
+            rows = torch.arange(start, min(start + _SCORE_ROWS, len(ids) - 1), device=model.device)
+            logits = model(input_ids=tokens, use_cache=False, logits_to_keep=rows).logits[0]
+            scaled = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
+            parts.append(scaled.gather(1, tokens[0, rows + 1, None])[:, 0].cpu().numpy())
+    return log_probs(np.concatenate(parts))
+
+
+@contextmanager
+def _hidden_states_kept(model: PreTrainedModel, tokens: Tensor) -> Generator[None]:
+    """The layers go over `tokens` once; inside, every call of `model` is its head over what they gave."""
+    base: Any = model.base_model
+    outputs = base(input_ids=tokens, use_cache=False)
+    base.forward = lambda *_, **__: outputs
+    try:
+        yield
+    finally:
+        del base.forward
 
 
 @contextmanager

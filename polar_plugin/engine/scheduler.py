@@ -26,6 +26,8 @@ from .ragged import KeyValues, Row
 from .sampling import draw, log_distribution, seeded
 
 PauseMode = Literal["abort", "retract", "in_place"]
+_AHEAD = 64
+"""So many forced ids go through the model at once: logits are the vocabulary's size for each."""
 
 
 class Detokenizer(Protocol):
@@ -78,6 +80,12 @@ class _Running:
     @property
     def missing(self) -> int:
         return len(self.tokens) - (self.kv.length if self.kv else 0)
+
+    @property
+    def ahead(self) -> Sequence[int]:
+        """Forced ids behind which others are: they need not wait until they are recorded."""
+        done, forced = len(self.logprobs), self.request.forced or ()
+        return forced[done : min(len(forced), self.request.max_tokens, done + _AHEAD) - 1]
 
     def add(self, token: int, logprob: float, version: str) -> None:
         self.tokens.append(token)
@@ -176,10 +184,11 @@ class Scheduler:
         batch = list(self._batch())
         if not batch:
             return
-        logits = ragged.forward(self.model, [row for _, row in batch])
+        logits = ragged.forward(self.model, [row for _, row in batch]).split([row.wanted for _, row in batch])
         for (sequence, _), row_logits in zip(batch, logits, strict=True):
-            if not sequence.missing:
-                self._sample(sequence, row_logits)
+            for last in row_logits:
+                if sequence in self._running:  # a stop may come before the end of what is forced
+                    self._sample(sequence, last)
 
     def fail(self, error: Exception) -> None:
         """End every request with `error`: after a step that broke, and at the end."""
@@ -248,8 +257,14 @@ class Scheduler:
                 if sequence.cached_tokens is None:
                     sequence.cached_tokens = sequence.kv.length
             if sequence.kv is not None and (sequence is behind or sequence.missing == 1):
-                start = sequence.kv.length
-                yield sequence, Row(sequence.kv, sequence.tokens[start : start + self._prefill_chunk])
+                yield sequence, self._row(sequence, sequence.kv)
+
+    def _row(self, sequence: _Running, kv: KeyValues) -> Row:
+        ids = sequence.tokens[kv.length : kv.length + self._prefill_chunk]
+        if len(ids) < sequence.missing:
+            return Row(kv, ids, wanted=0)
+        ahead = sequence.ahead
+        return Row(kv, [*ids, *ahead], wanted=1 + len(ahead))
 
     def _sample(self, sequence: _Running, logits: Tensor) -> None:
         request, done = sequence.request, len(sequence.logprobs)
@@ -285,6 +300,7 @@ class Scheduler:
             return
         self._running.remove(sequence)
         if sequence.kv is not None:
+            sequence.kv.cut(len(sequence.tokens))
             self._cache.put(sequence.tokens, sequence.kv)
 
 

@@ -125,7 +125,7 @@ def gather(tokenizer: Tokenizer, ids: Sequence[int], content: str, attempts: Seq
 
 
 def without_half_call(content: str) -> str:
-    """The text of a turn that was cut by length, without the call in which it was cut.
+    """The text of a turn that was cut by length or a stop string, without the call in which it was cut.
 
     Its markup would be shown as an answer, echoed, and read by the model as its own way to write.
     """

@@ -206,9 +206,12 @@ class Conversation:
         parsed = await _cpu(
             lambda: renderer.parse(generation.output_ids, request, prompt_ids), 4 * len(generation.output_ids)
         )
-        if generation.finish_reason is FinishReason.LENGTH and parsed.malformed_calls:
-            return replace(parsed, reply=replace(parsed.reply, content=without_half_call(parsed.reply.content)))
-        return replace(parsed, reply=_before(generation.stop, parsed.reply)) if generation.stop else parsed
+        reply, stop = parsed.reply, generation.stop
+        if stop is not None:
+            reply = _before(stop, reply)
+        if parsed.malformed_calls and (generation.finish_reason is FinishReason.LENGTH or stop is not None):
+            reply = replace(reply, content=without_half_call(reply.content))
+        return replace(parsed, reply=reply)
 
     def _with_call_ids(self, reply: Message) -> Message:
         calls = tuple(replace(call, id=call.id or f"call_{self._new_id()[:24]}") for call in reply.tool_calls)
@@ -221,8 +224,12 @@ class Conversation:
 
 
 def _before(stop: str, reply: Message) -> Message:
-    """The reply as every API tells it: up to the stop string, which the ids have."""
-    return replace(reply, content=reply.content.partition(stop)[0], reasoning=reply.reasoning.partition(stop)[0])
+    """The reply without the stop string that ended it and what its last token says beyond it: clients are not told."""
+    content, found, _ = reply.content.partition(stop)
+    if found:
+        return replace(reply, content=content)
+    reasoning, found, _ = reply.reasoning.partition(stop)
+    return replace(reply, reasoning=reasoning) if found and not reply.content else reply
 
 
 async def _cpu(work: Callable[[], T], characters: int) -> T:

@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MergeError
-from ..records import Completion, CompletionSession, TokenIds, Trace, VersionSpan
+from ..records import Completion, CompletionSession, LogProbs, TokenIds, Trace, VersionSpan
 from .parents import Parents, extends, same
 from .plan import Plan
 from .replay import nucleus, routing_pieces
-from .traces import finish_reason, version_spans
+from .traces import finish_reason, mask_of, output_runs, version_spans
 from .untrained import Policy
 
 Decode = Callable[[TokenIds], str]
@@ -73,8 +73,9 @@ def _check_trace(trace: Trace, trained: Sequence[Completion], plan: Plan, where:
         raise MergeError(f"{where} has {length} tokens, but max_trace_tokens is {limit}")
     _check_sequence(trace, last, _output(last, plan), f"{where}, completion {last.id}", decode)
     _check_chain(trained, plan.parents, where, decode)
-    _check_trained(trace, trained, plan, where)
-    versions = version_spans(trained, len(trace.prompt_ids), len(trace.response_ids))
+    runs = output_runs(trained, len(trace.prompt_ids), len(trace.response_ids))
+    _check_trained(trace, trained, runs, where)
+    versions = version_spans(trained, runs)
     if trace.versions != versions:
         raise MergeError(f"{where}: weight versions are {_told(trace.versions)}, but {_told(versions)} is right")
     reason = finish_reason(last, plan.policy)
@@ -140,51 +141,33 @@ def _at(ids: TokenIds, position: int) -> str:
 # --- mask and log-probabilities --------------------------------------------------------------------------------------
 
 
-def _check_trained(trace: Trace, trained: Sequence[Completion], plan: Plan, where: str) -> None:
+def _check_trained(trace: Trace, trained: Sequence[Completion], runs: Sequence[tuple[int, int]], where: str) -> None:
     """Mask and log-probabilities: right within each output, and nothing left over outside of all."""
-    start, length = len(trace.prompt_ids), len(trace.response_ids)
-    logprobs, edges, nonzero, right = trace.response_logprobs, list[int](), 0, True
-    for completion in trained:
-        recorded, begin = completion.generation.logprobs, completion.prompt_ids.size - start
-        end = begin + recorded.size if completion is not trained[-1] else length
-        if begin < 0 or end > length:
+    for completion, run in zip(trained, runs, strict=True):
+        if min(run) < 0:
             raise MergeError(f"{where}, completion {completion.id}: its output does not lie within the response")
-        edges += (begin, end)
-        recorded = recorded[: end - begin]
-        right = right and logprobs[begin:end].tobytes() == recorded.tobytes()
-        nonzero += np.count_nonzero(recorded)
-    finite = bool(np.isfinite(logprobs.sum(dtype=np.float64)))
-    if right and finite and nonzero == np.count_nonzero(logprobs) and _marks(trace.loss_mask, edges):
-        return
-    _find_untrained_difference(trace, trained, where)
-
-
-def _marks(mask: NDArray[np.bool_], edges: Sequence[int]) -> bool:
-    """Whether the mask is True between each pair of edges and False elsewhere."""
-    told = np.array(edges, np.int64)
-    if (np.diff(told) < 0).any():
-        return False
-    inner = told[1:-1].reshape(-1, 2)
-    right = np.concatenate((told[:1], inner[inner[:, 0] != inner[:, 1]].ravel(), told[-1:]))  # those that touch are one
-    changes = np.flatnonzero(mask[1:] != mask[:-1]) + 1
-    ends = ([0] if mask[0] else [], [len(mask)] if mask[-1] else [])
-    return np.array_equal(np.concatenate((ends[0], changes, ends[1])), right)
-
-
-def _find_untrained_difference(trace: Trace, trained: Sequence[Completion], where: str) -> None:
-    """The slow way, which says where."""
-    start, length = len(trace.prompt_ids), len(trace.response_ids)
-    loss_mask, logprobs = np.zeros(length, np.bool_), np.zeros(length, np.float32)
-    for completion in trained:
-        begin = len(completion.prompt_ids) - start
-        recorded = completion.generation.logprobs[: length - begin]
-        loss_mask[begin : begin + len(recorded)] = True
-        logprobs[begin : begin + len(recorded)] = recorded
-    _check_equal(trace.loss_mask, loss_mask, f"{where}: loss mask")
+    mask, logprobs = mask_of(runs), trace.response_logprobs
+    _check_equal(trace.loss_mask, mask, f"{where}: loss mask")
     if not np.isfinite(logprobs).all():
-        at = int(np.flatnonzero(~np.isfinite(logprobs))[0])
+        at = int(np.isfinite(logprobs).argmin())
         raise MergeError(f"{where}: log-probability at response token {at} is {logprobs[at]}: it cannot be trained")
-    _check_equal(trace.response_logprobs, logprobs, f"{where}: log-probability")
+    left_over = logprobs != 0
+    end, right = 0, not np.greater(left_over, mask, out=left_over).any()
+    for completion, (gap, tokens) in zip(trained, runs, strict=True):
+        recorded, end = completion.generation.logprobs, end + gap + tokens
+        recorded = recorded if recorded.size == tokens else recorded[:tokens]
+        right = right and same(logprobs[end - tokens : end], recorded)
+    if not right:
+        _check_equal(logprobs, _told_logprobs(trained, runs), f"{where}: log-probability")
+
+
+def _told_logprobs(trained: Sequence[Completion], runs: Sequence[tuple[int, int]]) -> LogProbs:
+    """The slow way, which says where."""
+    pieces = (
+        (np.zeros(gap, np.float32), completion.generation.logprobs[:tokens])
+        for completion, (gap, tokens) in zip(trained, runs, strict=True)
+    )
+    return np.concatenate([piece for pair in pieces for piece in pair])
 
 
 def _check_equal(got: NDArray[Any], right: NDArray[Any], what: str) -> None:

@@ -24,7 +24,7 @@ class Built:
     policy: Policy | None = None
 
 
-def same(left: Trace, right: Trace) -> bool:
+def _alike(left: Trace, right: Trace) -> bool:
     """Whether a trainer would see no difference."""
     return (
         np.array_equal(left.prompt_ids, right.prompt_ids)
@@ -37,7 +37,7 @@ def same(left: Trace, right: Trace) -> bool:
 
 def compared(session: CompletionSession, left: Built, right: Built) -> list[str]:
     """The differences in lines to read; empty where the traces are the same."""
-    if len(left.traces) == len(right.traces) and all(map(same, left.traces, right.traces)):
+    if len(left.traces) == len(right.traces) and all(map(_alike, left.traces, right.traces)):
         return []
     return [*_figures(session, left, right), *_trained_by_one(session, left, right), *_regrouped(session, left, right)]
 
@@ -66,7 +66,7 @@ def _regrouped(session: CompletionSession, left: Built, right: Built) -> Iterato
     holder = {name: index for index, trace in enumerate(right.traces) for name in trace.completion_ids}
     for index, trace in enumerate(left.traces):
         others = list(dict.fromkeys(holder[name] for name in trace.completion_ids if name in holder))
-        if len(others) == 1 and same(trace, right.traces[others[0]]):
+        if len(others) == 1 and _alike(trace, right.traces[others[0]]):
             continue
         yield f"{left.builder} {_told(index, trace, numbers)}"
         yield from (f"  {right.builder} {_told(other, right.traces[other], numbers)}" for other in others)

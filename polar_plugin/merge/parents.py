@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import MergeError
 from ..records import BreakReason, Completion, CompletionSession, TokenIds
 
 Parents = Mapping[str, Completion | None]
 
-_SMALL = 1_024  # tokens: below it, comparing bytes costs less than numpy's set-up
+_SMALL = 8_192  # tokens: below it, comparing bytes costs less than numpy's set-up
 _TAIL = 64  # tokens that tell candidates apart before all of them are compared
 
 
@@ -33,49 +35,39 @@ def parents_of(session: CompletionSession, *, told: bool = True) -> Parents:
 
 
 def _told_parents(completions: Sequence[Completion]) -> Parents:
-    earlier: dict[str, tuple[Completion, int, int]] = {}
+    earlier: dict[str | None, tuple[Completion, TokenIds, int]] = {}
     parents: dict[str, Completion | None] = {}
     for completion in completions:
-        prompt, told = completion.prompt_ids, completion.parent
-        begin, address = prompt.size, _address(prompt)
-        parent, parent_address, parent_begin = earlier.get(told, _UNKNOWN) if told else _UNKNOWN
-        if parent is not None:
-            output = parent.generation.output_ids
-            end = parent_begin + output.size
-            repeats = end <= begin and same(prompt[parent_begin:end], output)
-            # views of one buffer: no need to look at the history
-            if not repeats or not (address == parent_address or same(prompt[:parent_begin], parent.prompt_ids)):
-                parent = None
-        parents[completion.id] = parent
-        earlier[completion.id] = completion, address, begin
+        prompt, known = completion.prompt_ids, earlier.get(completion.parent)
+        first, size = prompt[:1], prompt.size
+        parents[completion.id] = known[0] if known and _extends(prompt, first, *known) else None
+        earlier[completion.id] = completion, first, size
     return parents
-
-
-_UNKNOWN: tuple[Completion | None, int, int] = None, 0, 0
 
 
 def extends(prompt: TokenIds, parent: Completion) -> bool:
     """Whether `prompt` begins with the parent's prompt ‖ output, token for token."""
-    begin, end = len(parent.prompt_ids), parent.length
-    return (
-        end <= len(prompt)
-        and same(prompt[begin:end], parent.generation.output_ids)
-        and same(prompt[:begin], parent.prompt_ids)
-    )
+    return _extends(prompt, prompt[:1], parent, parent.prompt_ids[:1], parent.prompt_ids.size)
 
 
-def same(left: TokenIds, right: TokenIds) -> bool:
-    """Whether two arrays hold the same tokens."""
+def _extends(prompt: TokenIds, first: TokenIds, parent: Completion, parent_first: TokenIds, begin: int) -> bool:
+    """`first` and `parent_first` are the prompts' first tokens, `begin` is the length of the parent's prompt."""
+    output = parent.generation.output_ids
+    end = begin + output.size
+    if end > prompt.size or not same(prompt[begin:end], output):
+        return False
+    # views of one buffer begin at one address: no need to look at the history
+    in_place = np.may_share_memory(first, parent_first) and prompt.strides == parent.prompt_ids.strides
+    return in_place or same(prompt[:begin], parent.prompt_ids)
+
+
+def same(left: NDArray[Any], right: NDArray[Any]) -> bool:
+    """Whether two arrays hold the same tokens, or other numbers of one type."""
     if left.size != right.size:
         return False
     if left.size < _SMALL:
         return left.tobytes() == right.tobytes()
-    return _address(left) == _address(right) or np.array_equal(left, right)
-
-
-def _address(array: TokenIds) -> int:
-    """Where a contiguous array begins; a value of its own (negative) where it has gaps."""
-    return array.__array_interface__["data"][0] if array.flags.c_contiguous else -id(array)
+    return not np.count_nonzero(left != right)
 
 
 # --- by tokens -------------------------------------------------------------------------------------------------------

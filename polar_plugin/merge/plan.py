@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..records import BreakReason, Completion, CompletionSession
@@ -31,5 +31,7 @@ class Plan:
             breaks = {one.id: one.break_reason for one in session.completions if one.break_reason is not None}
         return cls(policy, parents, untrained(session, policy, parents), breaks)
 
-    def trained(self, completion: Completion) -> bool:
-        return completion.id not in self.left_out and completion.generation.output_ids.size > 0
+    def trained(self, completions: Sequence[Completion]) -> list[Completion]:
+        """Those of them that are."""
+        left_out = self.left_out
+        return [one for one in completions if one.id not in left_out and one.generation.output_ids.size]

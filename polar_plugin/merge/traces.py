@@ -13,6 +13,7 @@ from ..records import (
     CompletionSession,
     FinishReason,
     JSONObject,
+    Mask,
     Message,
     TokenIds,
     Tool,
@@ -32,7 +33,7 @@ def trace(chain: Chain, plan: Plan) -> Trace | None:
     each completion sampled is trained there unless it is left out; what is not trained in between stays as context.
     Costs 9 bytes a response token, and as many as there are of replay data; the prompt is a view.
     """
-    trained = [completion for completion in chain if plan.trained(completion)]
+    trained = plan.trained(chain)
     if not trained:
         return None
     first, last = trained[0], trained[-1]
@@ -41,15 +42,15 @@ def trace(chain: Chain, plan: Plan) -> Trace | None:
     length = turn + sampled - start
     response = np.empty(length, np.int32)
     response[: turn - start], response[turn - start :] = last.prompt_ids[start:], last.generation.output_ids[:sampled]
-    loss_mask, logprobs = np.zeros(length, np.bool_), np.zeros(length, np.float32)
-    for completion in trained:
-        recorded, begin = completion.generation.logprobs, completion.prompt_ids.size - start
-        end = begin + recorded.size
-        loss_mask[begin:end] = True
-        logprobs[begin:end] = recorded if end <= length else recorded[:sampled]
+    runs = output_runs(trained, start, length)
+    loss_mask, logprobs = mask_of(runs), np.zeros(length, np.float32)
+    end = 0
+    for completion, (gap, tokens) in zip(trained, runs, strict=True):
+        recorded, end = completion.generation.logprobs, end + gap + tokens
+        logprobs[end - tokens : end] = recorded if completion is not last else recorded[:tokens]
     for array in (response, loss_mask, logprobs):
         array.flags.writeable = False
-    versions = version_spans(trained, start, length)
+    versions = version_spans(trained, runs)
     kept = chain[chain.index(first) : chain.index(last) + 1]
     return Trace(
         prompt_ids=first.prompt_ids,
@@ -75,33 +76,46 @@ def finish_reason(last: Completion, policy: Policy) -> FinishReason:
     return last.generation.finish_reason if whole else FinishReason.LENGTH
 
 
-def version_spans(trained: Sequence[Completion], start: int, length: int) -> tuple[VersionSpan, ...]:
-    """Run-length over the `length` response tokens from token `start` of the trace on.
+def output_runs(trained: Sequence[Completion], start: int, length: int) -> list[tuple[int, int]]:
+    """The loss mask as run lengths: for each completion the tokens before its output, not trained, and those of it.
+
+    They add up to `length`: the response is as many tokens, from token `start` of the trace on.
+    """
+    runs: list[tuple[int, int]] = []
+    position = start
+    for completion in trained:
+        begin, sampled = completion.prompt_ids.size, completion.generation.output_ids.size
+        runs.append((begin - position, sampled))
+        position = begin + sampled
+    if position != start + length:  # the last one is split
+        gap, sampled = runs.pop()
+        runs.append((gap, sampled - position + start + length))
+    return runs
+
+
+def mask_of(runs: Sequence[tuple[int, int]]) -> Mask:
+    """The loss mask of `output_runs`."""
+    return np.repeat(np.arange(2 * len(runs)) % 2 == 1, [count for run in runs for count in run])
+
+
+def version_spans(trained: Sequence[Completion], runs: Sequence[tuple[int, int]]) -> tuple[VersionSpan, ...]:
+    """Run-length over the response of which `runs` (of `output_runs`) is the mask.
 
     "" where nothing was trained or no version was told; empty where none was told at all.
     """
     if not any(completion.generation.versions for completion in trained):
         return ()
     spans: list[VersionSpan] = []
-    position = start
-    for completion in trained:
-        begin, sampled = completion.prompt_ids.size, completion.generation.output_ids.size
-        if begin > position:
-            _append(spans, VersionSpan("", begin - position))
-        for span in completion.generation.versions or (VersionSpan("", sampled),):
-            _append(spans, span)
-        position = begin + sampled
-    if position != start + length:  # the last one is split
-        return first_spans(spans, length)
-    return tuple(spans)
-
-
-def _append(spans: list[VersionSpan], span: VersionSpan) -> None:
-    if not span.count:
-        return
-    if spans and spans[-1].version == span.version:
-        span = VersionSpan(span.version, spans.pop().count + span.count)
-    spans.append(span)
+    for completion, (gap, sampled) in zip(trained, runs, strict=True):
+        told = completion.generation.versions or (VersionSpan("", sampled),)
+        for span in (VersionSpan("", gap), *told) if gap else told:
+            if not span.count:
+                continue
+            if spans and spans[-1].version == span.version:
+                span = VersionSpan(span.version, spans.pop().count + span.count)
+            spans.append(span)
+    split = runs[-1][1] != trained[-1].generation.output_ids.size
+    return first_spans(spans, sum(map(sum, runs))) if split else tuple(spans)
 
 
 def first_spans(spans: Sequence[VersionSpan], tokens: int) -> tuple[VersionSpan, ...]:

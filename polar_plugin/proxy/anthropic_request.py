@@ -35,6 +35,8 @@ _READ_OF_BLOCK: Mapping[str, frozenset[str]] = {
     "tool_result": frozenset({"type", "tool_use_id", "content", "is_error"}),
     "tool_reference": frozenset({"type", "tool_name"}),
     "tool_addition": frozenset({"type", "tool"}),
+    "document": frozenset({"type", "source"}),
+    "search_result": frozenset({"type", "source", "content"}),
 }
 _CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}
 _BILLING = re.compile(r"^[ \t]*x-anthropic-billing-header:[^\r\n]*(?:\r?\n)*", re.MULTILINE | re.IGNORECASE)
@@ -53,6 +55,8 @@ class _Reading:
 
     tools: Mapping[str, Tool]
     """All of them, the deferred ones too, by name."""
+    elsewhere: set[str] = field(default_factory=set[str])
+    """The names of those that the provider would run."""
     names: dict[str, str] = field(default_factory=dict[str, str])
     """The function of each call so far, by the call's id."""
     dropped: set[str] = field(default_factory=set[str])
@@ -251,8 +255,19 @@ def _part(path: str, block: JSONObject, reading: _Reading) -> Part:
         return _definition(fields.text(block, "tool_name", path), reading)
     if kind == "tool_addition":
         return _definition(fields.text(fields.mapping(block, "tool", path), "name", f"{path}.tool"), reading)
+    if kind in ("document", "search_result") and (written := _written(kind, block, path, reading)):
+        return written
     reading.drop(f"{path}.{kind}")  # also what a turn of this role cannot hold
     return f"[{kind} omitted]"
+
+
+def _written(kind: str, block: JSONObject, path: str, reading: _Reading) -> str:
+    """What a document or the result of a search says, where it is told as text or as blocks; "" elsewhere."""
+    if kind == "document":
+        block, path = fields.mapping(block, "source", path), f"{path}.source"
+        if block.get("type") == "text":
+            return fields.text(block, "data", path)
+    return joined([_part(at, one, reading) for at, one in _blocks(block, path)], "\n")[0]
 
 
 def _image(source: JSONObject, path: str) -> Part:
@@ -279,6 +294,7 @@ def _tools(body: JSONObject, reading: _Reading) -> tuple[Tool, ...]:
         kind = fields.text(raw, "type", path) or "custom"
         if kind != "custom" and "input_schema" not in raw:  # the provider runs it, or defines it
             reading.drop(f"tools.*.{kind}")
+            reading.elsewhere.add(fields.text(raw, "name", path))
             continue
         reading.drop_all_but(_READ_OF_TOOL, raw, path)
         tool = Tool(_name(raw, path), fields.text(raw, "description", path), fields.mapping(raw, "input_schema", path))
@@ -307,6 +323,9 @@ def _tool_choice(body: JSONObject, reading: _Reading) -> str:
     if kind != "tool":
         raise BadRequest(f"unknown tool choice {kind!r}; use auto, any, tool or none", path="tool_choice.type")
     name = _name(choice, "tool_choice")
+    if name in reading.elsewhere - reading.tools.keys():
+        reading.drop("tool_choice.name")
+        return "auto"
     if name not in reading.tools:
         raise BadRequest(f"no tool is called {name!r}", path="tool_choice.name")
     return name

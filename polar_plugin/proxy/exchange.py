@@ -175,7 +175,7 @@ async def read(request: web.Request, limit: int, session: Session) -> Incoming:
     with unexpected_as_polar_error():
         if codings:
             raw = await anyio.to_thread.run_sync(body.decompress, raw, codings, limit)
-        parsed = body.parse(raw)
+        parsed = session.resent.parse(raw)
     headers = {name.lower(): value for name, value in request.headers.items()}
     query, variables = dict(request.query), dict(request.match_info)
     return Incoming(request.path, headers, query, parsed, variables, session.recall, session.memory)

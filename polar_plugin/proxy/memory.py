@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, Protocol, Self, TypeVar
 
 import orjson
@@ -61,9 +62,8 @@ class Memory:
             reader.take(items[position], at(path, position))
         if start < len(items):
             states.append((len(items), reader.copy()))
-        told = [*line.items[:start], *items[start:]] if line else list(items)  # each text is kept once
         extended = line if line and start == len(line.items) else None
-        learnt = [_Line(context, told, states[-_STATES:])] if states else []
+        learnt = [_Line(context, list(items), states[-_STATES:])] if states else []
         self._lines = [*learnt, *(one for one in self._lines if one is not extended)][:_LINES]
         return reader
 
@@ -87,11 +87,14 @@ class Memory:
 def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
     """How many items two requests begin with that are equal."""
     pairs = enumerate(zip(one, other, strict=False))
-    return next((position for position, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))
+    ends = (position for position, (mine, theirs) in pairs if mine is not theirs and mine != theirs)
+    return next(ends, min(len(one), len(other)))
 
 
 def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
     """Whether equal items are also told alike: 1, 1.0 and True are equal, and so are objects in another order."""
+    if all(map(is_, one, other)):
+        return True
     try:
         return orjson.dumps(one) == orjson.dumps(other)
     except TypeError:  # lone surrogates, or integers beyond 64 bits

@@ -26,9 +26,10 @@ _READ = frozenset({
     "seed", "stop", "stream", "stream_options", "logprobs", "n",
 })  # fmt: skip
 _READ_OF_MESSAGE = frozenset({
-    "role", "content", "reasoning_content", "reasoning", "tool_calls", "tool_call_id", "name",
+    "role", "content", "reasoning_content", "reasoning", "tool_calls", "function_call", "tool_call_id", "name",
 })  # fmt: skip
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_IMAGE_PARTS = frozenset({"image_url", "input_image"})
 
 
 def chat_request(incoming: Incoming, api: str) -> ChatRequest:
@@ -117,16 +118,18 @@ def _piece(value: Any, path: str) -> Part:
     kind = fields.text(part, "type", path)
     if kind in _TEXT_PARTS:
         return fields.text(part, _TEXT_PARTS[kind], path)
-    if kind == "image_url":
+    if kind in _IMAGE_PARTS:
         url = _url(part, path)
         return _image(url) if url else IMAGE
     return f"[{kind.removeprefix('input_') or 'part'} omitted]"
 
 
 def _url(part: JSONObject, path: str = "") -> str:
-    """Where an image is; "" for a part that tells of none."""
-    if part.get("type") != "image_url":
+    """Where an image is, in an object or, with some clients, as a string; "" for a part that tells of none."""
+    if part.get("type") not in _IMAGE_PARTS:
         return ""
+    if isinstance(part.get("image_url"), str):
+        return part["image_url"]
     return fields.text(fields.mapping(part, "image_url", path), "url", f"{path}.image_url")
 
 
@@ -139,18 +142,26 @@ def _image(url: str) -> Image:
 
 
 def _tool_calls(raw: JSONObject, path: str) -> tuple[ToolCall, ...]:
-    calls = enumerate(fields.objects(raw, "tool_calls", path))
-    return tuple(_tool_call(call, f"{path}.tool_calls.{i}") for i, call in calls)
+    """Also the one call, without an id, of the API's older form."""
+    calls = [
+        _tool_call(call, f"{path}.tool_calls.{i}") for i, call in enumerate(fields.objects(raw, "tool_calls", path))
+    ]
+    if raw.get("function_call") is not None:
+        calls.append(_call(fields.mapping(raw, "function_call", path), f"{path}.function_call", ""))
+    return tuple(calls)
 
 
 def _tool_call(raw: JSONObject, path: str) -> ToolCall:
-    function = fields.mapping(raw, "function", path)
+    return _call(fields.mapping(raw, "function", path), f"{path}.function", fields.text(raw, "id", path))
+
+
+def _call(function: JSONObject, path: str, call_id: str) -> ToolCall:
     arguments = function.get("arguments")
     if isinstance(arguments, dict):  # some clients echo the parsed object
         arguments = json.dumps(arguments, ensure_ascii=False)
     else:
-        arguments = fields.text(function, "arguments", f"{path}.function")
-    return ToolCall(_name(function, f"{path}.function"), arguments or "{}", id=fields.text(raw, "id", path))
+        arguments = fields.text(function, "arguments", path)
+    return ToolCall(_name(function, path), arguments or "{}", id=call_id)
 
 
 def _name(function: JSONObject, path: str) -> str:

@@ -17,6 +17,7 @@ from ..errors import PolarError, SessionSealed, UnknownSession
 from ..records import ChatRequest, Completion, CompletionSession, Delivery
 from .gate import Gate
 from .memory import Memory
+from .resent import Resent
 from .shared import Shared
 
 Work = Callable[[], Coroutine[Any, Any, None]]
@@ -49,7 +50,7 @@ class Session:
         """`calls`, `joined` (calls that waited for the answer to an equal one), `token_counts`, `recorded`, `retries`,
         `hangups`, `undelivered`, `refused_sealed`, `malformed_calls`, `images_omitted`, `errors.<class>`,
         `ignored.<path>`."""
-        self.memory = Memory()
+        self.resent, self.memory = Resent(), Memory()
         self.called = anyio.Event()
         """Set at the first model call: `await session.called.wait()` under a deadline shows a harness that hangs."""
         self.first_call: float | None = None

@@ -13,7 +13,7 @@ import anyio.to_thread
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GraniteConfig, LlamaConfig, MistralConfig, PreTrainedModel
 
 from polar_plugin.engine.models import resolve_model
 from polar_plugin.engine.transformers import TransformersEngine
@@ -103,6 +103,25 @@ async def test_score_agrees_with_the_stock_model_outside_the_engine(engine: Tran
         logits = model(torch.tensor([ids.tolist()])).logits[0].log_softmax(-1)
     expected = logits[:-1].gather(1, torch.tensor(ids[1:].tolist())[:, None])[:, 0].numpy()
     assert np.abs(scored - expected).max() <= 1e-5
+
+
+async def test_scoring_makes_logits_of_a_few_rows_at_a_time_and_keeps_what_the_model_does_to_them() -> None:
+    config = GraniteConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, logits_scaling=3.0,
+    )  # fmt: skip
+    model, ids, rows = random_model(config), prompt(200) % 300, list[int]()
+    with torch.inference_mode():
+        wanted = torch.log_softmax(model(input_ids=torch.tensor([ids.tolist()])).logits[0].double(), dim=-1)
+    async with TransformersEngine(model, threads=1) as engine:
+        head: Any = model.get_output_embeddings()
+        head.register_forward_hook(lambda _module, _inputs, logits: rows.append(logits.shape[1]))
+        scored = await engine.score(ids)
+        assert (max(rows), sum(rows)) == (64, 199)
+        rows.clear()
+        assert len(await engine.score(ids[:1])) == 0
+    assert rows == []
+    assert np.abs(scored - wanted[range(199), ids[1:].tolist()].numpy()).max() <= 1e-5
 
 
 async def test_calls_of_different_lengths_in_one_batch_are_each_exact(engine: TransformersEngine) -> None:
@@ -469,6 +488,23 @@ async def test_a_scripted_turn_is_cut_by_max_tokens_like_a_sampled_one(tiny: Pat
     async with TransformersEngine(tiny, threads=1, script=lambda *_: "word " * 50) as engine:
         generation = await generate(engine, prompt(10), max_tokens=7)
         assert (len(generation.output_ids), generation.finish_reason) == (7, FinishReason.LENGTH)
+
+
+async def test_a_scripted_turn_goes_through_the_model_in_pieces_and_is_exact_up_to_its_stop(tiny: Path) -> None:
+    model: Any = await anyio.to_thread.run_sync(AutoModelForCausalLM.from_pretrained, tiny)
+    rows: list[int] = []
+    tokenizer, script = AutoTokenizer.from_pretrained(str(tiny)), "one two, " * 30 + "now stop here"
+    async with TransformersEngine(model, tokenizer=tokenizer, threads=1, script=lambda *_: script) as engine:
+        model.get_output_embeddings().register_forward_hook(lambda _module, _inputs, out: rows.append(out.shape[1]))
+        whole = await generate(engine, prompt(40), max_tokens=400)
+        assert len(rows) == -(-len(whole.output_ids) // 64)
+        assert max(rows) == 64
+        stopped = await generate(engine, prompt(40), max_tokens=400, stop=["now st"])
+        assert "now st" in tokenizer.decode(stopped.output_ids.tolist())
+        assert len(stopped.output_ids) < len(whole.output_ids)
+        after = token_ids(np.concatenate([prompt(40), stopped.output_ids, prompt(9, seed=1)]))
+        for ids, generation in ((prompt(40), whole), (prompt(40), stopped), (after, await generate(engine, after))):
+            assert await off(engine, ids, generation) <= EXACT
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -94,3 +94,12 @@ def test_case_112_a_title_call_is_a_side_call_is_not_trained_and_splits_no_chain
     traces = PrefixMerging().build(ledger)
     check(traces, ledger)
     assert [trace.completion_ids for trace in traces] == [(first.id, second.id)]
+
+
+def test_a_sub_agent_that_sums_up_what_it_took_over_from_the_main_thread_stays_one(start: Start) -> None:
+    program, headers = start("chat"), {"x-session-id": "s2", "x-parent-session-id": "s1"}
+    ok: Wire = {"role": "assistant", "content": "ok"}
+    main = program.ask([user("hi")])
+    summary = program.ask([user("hi"), ok, user("CRITICAL: Respond with TEXT ONLY: sum it up.")], headers=headers)
+    after = program.ask([user("What was done so far: all.")], headers=headers)
+    assert (main.role, summary.role, after.role) == (Role.MAIN, Role.COMPACTION, Role.SUB_AGENT)

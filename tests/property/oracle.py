@@ -1,11 +1,15 @@
-"""What the places of requests in a session and the traces of it have to be: plain lists, everything compared with
-everything, and each time from the beginning."""
+"""What the places of requests in a session and the traces of it have to be, from what the program did.
+
+Plain lists, everything compared with everything, and each time from the beginning. It sees the history that the program
+keeps, not the words in which a request tells it.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from polar_plugin.engine.scripted import made_up_logprobs
@@ -22,61 +26,34 @@ from polar_plugin.records import (
     token_ids,
 )
 
-from .telling import Entry, Line, last_turn
+from .telling import Entry, Line
 
 Key = tuple[Any, ...]
+LEFT = (BreakReason.HISTORY_REWRITTEN, BreakReason.ASSISTANT_REWRITTEN,
+        BreakReason.TRUNCATED_PARENT, BreakReason.UNDELIVERED_PARENT)  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Unit:
-    """What some entries mean together; `key` is None for assistant entries that say nothing."""
-
-    key: Key | None
-    assistant: bool
-    start: int
-    stop: int
+def key(entry: Entry, reminders: bool = False) -> Key:
+    """What tells one entry from all others. Whatever the program writes has a number of its own."""
+    if entry.role != "assistant":
+        return entry.role, entry.text + (entry.reminder if reminders else "")
+    calls = ((call.name, arguments(call.arguments)) for call in entry.message.tool_calls)
+    return "assistant", entry.text.strip(), *calls
 
 
-def units(entries: Sequence[Entry], reminders: bool = True) -> list[Unit]:
-    """Assistant entries are one unit up to a second text, results of one turn are one unit, all else stands alone."""
-    found: list[Unit] = []
-    start = 0
-    while start < len(entries):
-        role, stop = entries[start].role, start + 1
-        while stop < len(entries) and entries[stop].role == role == "tool":
-            stop += 1
-        while stop < len(entries) and entries[stop].role == role == "assistant":
-            if sum(bool(one.text.strip()) for one in entries[start : stop + 1]) > 1:
-                break
-            stop += 1
-        found.append(Unit(meaning(entries[start:stop], entries[:start], reminders), role == "assistant", start, stop))
-        start = stop
-    return found
+def keys(entries: Sequence[Entry], reminders: bool = False) -> list[Key]:
+    return [key(one, reminders) for one in entries if not silent(one)]
 
 
-def meaning(entries: Sequence[Entry], before: Sequence[Entry], reminders: bool) -> Key | None:
-    first = entries[0]
-    if first.role == "assistant":
-        text = "".join(one.text.strip() for one in entries)
-        calls = [(call.name, arguments(call.arguments)) for one in entries for call in one.message.tool_calls]
-        return ("assistant", text, calls) if text or calls else None
-    if first.role == "tool":
-        ids = [call.id for one in last_turn(before) for call in one.message.tool_calls]
-        names = [one.message.tool_call_id for one in entries]
-        slots = [ids.index(name) if name in ids else at for at, name in enumerate(names)]
-        return ("tool", sorted(zip(slots, [one.text for one in entries], strict=True)))
-    return (first.role, first.text + (first.reminder if reminders else ""))
+def silent(entry: Entry) -> bool:
+    return entry.role == "assistant" and not entry.text.strip() and not entry.message.tool_calls
 
 
-def arguments(text: str) -> Any:
+def arguments(text: str) -> str:
     try:
-        return json.loads(text)
+        return repr(sorted(json.loads(text).items()))
     except ValueError:
         return text
-
-
-def keys(found: Sequence[Unit]) -> list[Key]:
-    return [unit.key for unit in found if unit.key is not None]
 
 
 @dataclass(frozen=True)
@@ -90,6 +67,8 @@ class Asked:
     thread: str = ""
     role: Role | None = None
     """What the request itself tells."""
+    restarts: str = ""
+    """The compaction call of which the history consists, where nothing was said since."""
 
     @property
     def head(self) -> tuple[str, tuple[Tool, ...]]:
@@ -107,10 +86,6 @@ class Asked:
         while entries and entries[0].role == "system":
             entries = entries[1:]
         return entries
-
-    @property
-    def units(self) -> list[Unit]:
-        return units(self.body)
 
     def new(self, stop: int) -> list[Message]:
         """The words of all but the first `stop` entries of its body."""
@@ -134,11 +109,10 @@ class Truth:
 class Place:
     """Where a request has to stand: behind one of `parents`, or nowhere for one of `reasons`."""
 
-    parents: list[Record]
-    reasons: tuple[BreakReason, ...] = ()
-    stop: int = 0
-    """How many entries of its body a parent covers."""
-    again: list[Record] = field(default_factory=list["Record"])
+    parents: Sequence[tuple[Record, int]]
+    """Each with how many entries of the request's body it covers."""
+    reasons: frozenset[BreakReason] = frozenset()
+    again: Sequence[Record] = ()
     """Those that were asked the same."""
 
 
@@ -149,19 +123,18 @@ class Record:
     version: str
     delivered: bool = True
     keys: list[Key] = field(init=False)
-    ends: list[list[Key]] = field(init=False)
-    """What a request may begin with that continues it."""
+    """Of what it was asked."""
+    lasting: list[Key] = field(init=False)
+    """The same as its program tells it later on."""
+    reply: list[Key] = field(init=False)
 
     def __post_init__(self) -> None:
-        body, reply = self.asked.body, Entry(self.completion.reply)
-        self.keys = keys(units(body))
-        lasting = [one for one in body if one.text or not one.reminder]
-        self.ends = [keys(units([*body, reply])), keys(units([*lasting, reply], reminders=False))]
+        self.keys, self.lasting = keys(self.asked.body, reminders=True), keys(self.asked.body)
+        self.reply = keys([Entry(self.completion.reply)])
 
     @property
     def said(self) -> bool:
-        reply = self.completion.reply
-        return bool(reply.content.strip() or reply.tool_calls)
+        return bool(self.reply)
 
     @property
     def output(self) -> list[int]:
@@ -171,114 +144,94 @@ class Record:
     def tokens(self) -> list[int]:
         return [*self.completion.prompt_ids.tolist(), *self.output]
 
+    @property
+    def left(self) -> BreakReason | None:
+        """Why it is not continued by what goes on otherwise, if that is about itself."""
+        if not self.delivered:
+            return BreakReason.UNDELIVERED_PARENT
+        cut = self.completion.generation.finish_reason is FinishReason.LENGTH
+        return BreakReason.TRUNCATED_PARENT if cut else None
+
 
 @dataclass
 class Oracle:
     records: list[Record] = field(default_factory=list[Record])
 
-    # --- parents ------------------------------------------------------------------------------------------------------
-
-    def continued(self, asked: Asked) -> tuple[list[Record], int]:
-        """All that the longest beginning of the request continues, and where that ends."""
-        same = [one for one in self.records if one.asked.head == asked.head]
-        found = asked.units
-        for count in range(len(found), 0, -1):
-            begins, last, after = keys(found[:count]), found[count - 1], found[count : count + 1]
-            silent = [one for one in same if not one.said and begins in one.ends]
-            if last.key is None:
-                matching = silent if after else []
-            elif after and not after[0].assistant and any(one.delivered for one in silent):
-                matching = [one for one in silent if one.delivered]
-            else:
-                matching = [one for one in same if one.said and begins in one.ends] if last.assistant else []
-            if matching:
-                return matching, last.stop
-        return [], 0
-
-    def again(self, asked: Asked) -> list[Record]:
-        """Those that were asked the same."""
-        said = keys(asked.units)
-        return [one for one in self.records if one.asked.head == asked.head and one.keys == said]
-
-    # --- reasons ------------------------------------------------------------------------------------------------------
-
-    def reason(self, asked: Asked) -> BreakReason:
-        """Why a request continues nothing."""
-        if not self.records:
-            return BreakReason.FIRST_CALL
-        if asked.role is Role.COMPACTION or (asked.role is None and self.restarts(asked)):
-            return BreakReason.COMPACTION
-        heads = list(dict.fromkeys(repr(one.asked.head) for one in self.records))
-        nearest = max(heads, key=lambda head: (self.repeats(asked, head), head == repr(asked.head),
-                                               self.common(asked, head)))  # fmt: skip
-        system, tools = next(one.asked.head for one in self.records if repr(one.asked.head) == nearest)
-        same_system, same_tools = system == asked.head[0], tools == asked.head[1]
-        repeats = self.repeats(asked, nearest)
-        if repeats and same_tools != same_system:
-            return BreakReason.SYSTEM_CHANGED if same_tools else BreakReason.TOOLS_CHANGED
-        threads = {"", *(one.asked.thread for one in self.records if one.completion.role is not Role.SIDE)}
-        if not (same_tools and same_system) or not (repeats or asked.thread in threads):
-            return BreakReason.NEW_THREAD
-        return self.left(asked, self.common(asked, nearest))
-
-    def common(self, asked: Asked, head: str) -> int:
-        """How many units of the request some completion of that beginning was asked, or said."""
-        told = [one for one in self.records if repr(one.asked.head) == head]
-        known = [end for one in told for end in (one.keys, *one.ends)]
-        found = asked.units
-        counts = range(len(found), 0, -1)
-        begins = (count for count in counts if any(k[: len(keys(found[:count]))] == keys(found[:count]) for k in known))
-        return next(begins, 0)
-
-    def repeats(self, asked: Asked, head: str) -> bool:
-        """Whether a sampled turn of that beginning stands in the request."""
-        begins = [keys(asked.units[:count]) for count in range(1, len(asked.units) + 1)]
-        told = [one for one in self.records if repr(one.asked.head) == head]
-        return any(end in begins for one in told for end in one.ends)
-
-    def left(self, asked: Asked, count: int) -> BreakReason:
-        """Why it goes on otherwise than all that begins with its first `count` units."""
-        found = asked.units
-        begins = keys(found[:count])
-        there = [one for one in self.records if one.asked.head == asked.head and one.keys == begins and one.said]
-        differing = found[count] if count < len(found) else None
-        turn = differing.key if differing and differing.assistant else None
-        arrived = [one for one in there if one.delivered]
-        if (there and not arrived) or any(part(turn, one) for one in there if not one.delivered):
-            return BreakReason.UNDELIVERED_PARENT
-        cut = [one for one in arrived if one.completion.generation.finish_reason is FinishReason.LENGTH]
-        if (cut and cut == arrived) or any(part(turn, one) or more(turn, one) for one in cut):
-            return BreakReason.TRUNCATED_PARENT
-        assistant = differing is not None and differing.assistant
-        return BreakReason.ASSISTANT_REWRITTEN if assistant else BreakReason.HISTORY_REWRITTEN
-
-    def restarts(self, asked: Asked) -> bool:
-        """Whether it begins anew from a summary: it tells it, or is the next call of a known thread."""
-        thread = [one for one in self.records if one.asked.thread == asked.thread]
-        summaries = [one for one in thread if one.completion.role is Role.COMPACTION]
-        texts = [one.completion.reply.content.strip() for one in summaries]
-        if any(len(text) >= 16 and any(text in one.content for one in asked.messages) for text in texts):
-            return True
-        latest = [one for one in thread if one.completion.role is not Role.SIDE][-1:]
-        turns = (one for one in self.records if one.completion.role in (Role.MAIN, Role.SUB_AGENT))
-        return bool(summaries) and latest == summaries[-1:] and any(one.asked.head == asked.head for one in turns)
-
-    # --- the place ----------------------------------------------------------------------------------------------------
+    # --- parents: what the program put into its history, and left there -----------------------------------------------
 
     def place(self, asked: Asked, truth: Truth) -> Place:
-        """Of several that mean the same, the true one where the words show it; else that or none, but no other."""
-        candidates, stop = self.continued(asked)
-        again = self.again(asked)
-        if not candidates:
-            before = again[0].completion.break_reason if again else None
-            return Place([], (before or self.reason(asked),))
-        if not asked.new(stop):
-            return Place([], (BreakReason.BOUNDARY_UNKNOWN,), stop)
-        true = next((one for one in candidates if one.completion.id == truth.name), None)
-        certain = one_sequence(candidates) or (true and truth.shown)
-        if true and (certain or true.delivered):
-            candidates = [one for one in candidates if one.tokens == true.tokens]
-        return Place(candidates, () if certain else (BreakReason.BOUNDARY_UNKNOWN,), stop, again)
+        again = [one for one in self.records if one.asked.head == asked.head and one.keys == keys(asked.body, True)]
+        found: list[tuple[Record, int]] = []
+        reasons = set[BreakReason]()
+        for stop in range(len(asked.body), 0, -1):
+            here, sure = self.continued(asked, stop)
+            if not here:
+                continue
+            if not asked.new(stop):
+                return Place(found, frozenset({*reasons, BreakReason.BOUNDARY_UNKNOWN}))
+            candidates, certain = told_apart(here, truth)
+            found += [(one, stop) for one in candidates]
+            reasons |= set() if certain else {BreakReason.BOUNDARY_UNKNOWN}
+            if sure:
+                return Place(found, frozenset(reasons), again)
+        before = {one.completion.break_reason for one in again} - {None}
+        return Place(found, frozenset({*reasons, *(before or self.reasons(asked))}), again)
+
+    def continued(self, asked: Asked, stop: int) -> tuple[list[Record], bool]:
+        """All whose messages and reply the first `stop` entries tell, and whether nothing blurs where they end."""
+        body = asked.body
+        last, after, said = body[stop - 1], body[stop] if stop < len(body) else None, keys(body[:stop])
+        if after and silent(after):
+            return [], True
+        same = [one for one in self.records if one.asked.head == asked.head]
+        blurred = after is not None and after.role == last.role != "user"
+        nothing = [one for one in same if not one.said and one.lasting == said and after]
+        if silent(last) and nothing:
+            return nothing, not blurred
+        if after and after.role != "assistant" and any(one.delivered for one in nothing):
+            return [one for one in nothing if one.delivered], not blurred
+        whole = [one for one in same if one.said and last.role == "assistant" and one.lasting + one.reply == said]
+        return whole, not blurred
+
+    # --- reasons: what the program did --------------------------------------------------------------------------------
+
+    def reasons(self, asked: Asked) -> set[BreakReason]:
+        """Why a request continues nothing: all that the program did to it, mostly one thing."""
+        if not self.records:
+            return {BreakReason.FIRST_CALL}
+        if asked.role is Role.COMPACTION:
+            return {BreakReason.COMPACTION}
+        thread = [one for one in self.records if one.asked.thread == asked.thread and one.asked.role is not Role.SIDE]
+        if asked.role or not any(one.asked.role is Role.COMPACTION for one in thread):
+            return self.changed(asked)
+        turned = any(one.asked.role is None and one.asked.head == asked.head for one in self.records)
+        if asked.restarts == thread[-1].completion.id and turned:
+            return {BreakReason.COMPACTION}
+        return {BreakReason.COMPACTION, *self.changed(asked)}
+
+    def changed(self, asked: Asked) -> set[BreakReason]:
+        told = keys(asked.body, reminders=True)
+        moved = [one for one in self.records if begins(told, one.lasting + one.reply)]
+        found = {head_changed(one.asked.head, asked.head) for one in moved if one.asked.head != asked.head}
+        if any(one.said and one.asked.head != asked.head for one in moved) and all(one.said for one in moved):
+            return found
+        names = {"", *(one.asked.thread for one in self.records if one.asked.role is not Role.SIDE)}
+        if all(one.asked.head != asked.head for one in self.records) or asked.thread not in names:
+            return {*found, BreakReason.NEW_THREAD, *(self.left(asked) if moved else ())}
+        return found | self.left(asked)
+
+    def left(self, asked: Asked) -> set[BreakReason]:
+        """What became of the place where the request goes on otherwise than all before it."""
+        told = keys(asked.body, reminders=True)
+        same = [one for one in self.records if one.asked.head == asked.head]
+        known = [known for one in same for known in (one.keys, one.lasting + one.reply)]
+        count = max((common(told, one) for one in known), default=0)
+        if any(one[0] == other[0] == "assistant" for one, other in pairwise(told[max(0, count - 1) : count + 2])):
+            return set(LEFT)
+        turn = count < len(told) and told[count][0] == "assistant"
+        other = BreakReason.ASSISTANT_REWRITTEN if turn else BreakReason.HISTORY_REWRITTEN
+        answers = {one.left or other for one in same if one.keys == told[:count] and one.said}
+        return answers or {other, BreakReason.HISTORY_REWRITTEN}
 
     # --- traces -------------------------------------------------------------------------------------------------------
 
@@ -345,14 +298,25 @@ def one_sequence(records: Sequence[Record]) -> bool:
     return all(one.tokens == records[0].tokens for one in records)
 
 
-def part(turn: Key | None, record: Record) -> bool:
-    """Whether an assistant turn tells the beginning of an answer, or some of its calls."""
-    reply = record.completion.reply
-    calls = [(call.name, arguments(call.arguments)) for call in reply.tool_calls]
-    return turn is not None and reply.content.strip().startswith(turn[1]) and all(call in calls for call in turn[2])
+def told_apart(records: list[Record], truth: Truth) -> tuple[list[Record], bool]:
+    """Of several that mean the same, the true one where the words show it; else that or none, but no other."""
+    true = next((one for one in records if one.completion.id == truth.name), None)
+    certain = one_sequence(records) or bool(true and truth.shown)
+    if true and (certain or true.delivered):
+        return [one for one in records if one.tokens == true.tokens], certain
+    return records, certain
 
 
-def more(turn: Key | None, record: Record) -> bool:
-    """Whether an assistant turn tells an answer that was cut, and more."""
-    text = record.completion.reply.content.strip()
-    return turn is not None and bool(text) and turn[1].startswith(text)
+def head_changed(one: tuple[str, tuple[Tool, ...]], other: tuple[str, tuple[Tool, ...]]) -> BreakReason:
+    if one[0] == other[0]:
+        return BreakReason.TOOLS_CHANGED
+    return BreakReason.SYSTEM_CHANGED if one[1] == other[1] else BreakReason.NEW_THREAD
+
+
+def common(one: list[Key], other: list[Key]) -> int:
+    return next((at for at, (mine, theirs) in enumerate(zip(one, other, strict=False)) if mine != theirs),
+                min(len(one), len(other)))  # fmt: skip
+
+
+def begins(told: list[Key], known: list[Key]) -> bool:
+    return told[: len(known)] == known

@@ -64,7 +64,7 @@ def last_turn(entries: Sequence[Entry]) -> list[Entry]:
 def paired(entries: Sequence[Entry]) -> bool:
     """Whether results stand in the order of their calls, none left out, so that no id is needed."""
     for position, entry in enumerate(entries):
-        if entry.role == "tool" and entries[position - 1].role != "tool":
+        if entry.role == "tool" and (not position or entries[position - 1].role != "tool"):
             calls = [call.id for one in last_turn(entries[:position]) for call in one.message.tool_calls]
             run = [one.message.tool_call_id for one in takewhile(lambda one: one.role == "tool", entries[position:])]
             if calls != run:

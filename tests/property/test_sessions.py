@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
@@ -89,6 +89,8 @@ class Thread:
     tools: tuple[Tool, ...]
     name: str = ""
     entries: list[Entry] = field(default_factory=list[Entry])
+    restarts: str = ""
+    """The compaction call that it begins anew from, until something is said."""
 
     @property
     def calls(self) -> tuple[ToolCall, ...]:
@@ -286,6 +288,7 @@ class Sessions(RuleBasedStateMachine):
         completion = self.ask(replace(thread, entries=entries), says, habit, role=Role.COMPACTION)
         text = completion.reply.content if style == "quoted" else "what we did"
         thread.entries = [user(f"So far {self.number()}: {text}")]
+        thread.restarts = completion.id
 
     @rule(at=AT, says=SAYS, habit=HABIT)
     def ask_for_a_title(self, at: int, says: Sampled, habit: tuple[Habits, int]) -> None:
@@ -319,12 +322,13 @@ class Sessions(RuleBasedStateMachine):
     def keep(self, thread: Thread, completion: Completion) -> None:
         reply, last = completion.reply, thread.entries[-1]
         if reply.content.strip() or reply.tool_calls:
-            own = last.role == "assistant" and not last.source and reply.content.strip()
+            own = last.role == "assistant" and not last.source and not last.message.tool_calls and reply.content.strip()
             thread.entries.append(Entry(reply, completion.id, after=last.text if own else ""))
 
     def asked(self, thread: Thread, habit: tuple[Habits, int], role: Role | None = None) -> Asked:
         lines = tell(thread.system, thread.entries, habit[0], habit[1], self.number(), self.joins)
-        return Asked(thread.system, thread.tools, tuple(thread.entries), tuple(lines), thread.name, role)
+        entries = tuple(thread.entries)
+        return Asked(thread.system, thread.tools, entries, tuple(lines), thread.name, role, thread.restarts)
 
     def ask(
         self, thread: Thread, says: Sampled, habit: tuple[Habits, int], *, delivered: bool = True,
@@ -355,11 +359,12 @@ class Sessions(RuleBasedStateMachine):
         parent = next((one for one in self.oracle.records if one.completion.id == completion.parent), None)
         assert (parent is None) == (completion.break_reason is not None)
         if parent is None:
-            assert completion.break_reason in place.reasons
+            assert completion.break_reason in place.reasons, f"{completion.break_reason}, not {place.reasons}"
         else:
-            assert parent in place.parents, "the longest beginning that was said"
+            stop = next((stop for one, stop in place.parents if one is parent), None)
+            assert stop is not None, "the longest beginning that was said"
             again = [one for one in place.again if one.completion.parent == completion.parent]
-            prompt = [*parent.tokens, *following(parent.output, asked.new(place.stop))]
+            prompt = [*parent.tokens, *following(parent.output, asked.new(stop))]
             assert completion.prompt_ids.tolist() == (again[0].completion.prompt_ids.tolist() if again else prompt)
         if asked.role or asked.thread:
             assert completion.role is (asked.role or Role.SUB_AGENT)
@@ -388,10 +393,11 @@ def request(asked: Asked) -> ChatRequest:
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_any_session_is_what_the_oracle_says(pytestconfig: pytest.Config, part: int) -> None:
+    sessions = pytestconfig.getoption("sessions")
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        Sessions,
+        seed(f"part {part} of {sessions}")(Sessions),  # the same sessions in each run
         settings=settings(
-            max_examples=pytestconfig.getoption("sessions") // PARTS,
+            max_examples=sessions // PARTS,
             stateful_step_count=16,
             deadline=None,
             suppress_health_check=list(HealthCheck),

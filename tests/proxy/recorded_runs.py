@@ -1,14 +1,11 @@
-"""Recorded runs of real agent programs, as one dialect reads them: ours always, others where a folder is at hand."""
+"""Recorded runs of real agent programs, as one dialect reads them."""
 
 from __future__ import annotations
 
 import itertools
-import json
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from polar_plugin.engine.meaning import Meaning, message_digest, said
@@ -16,8 +13,25 @@ from polar_plugin.proxy.codec import Dialect, Incoming
 from polar_plugin.records import ChatRequest, Message
 from tests.recorded.replay import load, message_of, recordings
 
-FOLDER = os.environ.get("POLAR_CLI_RECORDINGS", "")
-"""Recordings that are not redacted: <program>-<version>/<run>.jsonl."""
+LOSSES = {
+    "anthropic_messages": {
+        "context_management", "messages.*.content.*.cache_control", "messages.*.output_config", "metadata",
+        "output_config", "system.*.cache_control", "system.*.x-anthropic-billing-header", "thinking",
+        "tools.*.cache_control", "tools.*.defer_loading", "tools.*.eager_input_streaming",
+    },
+    "google_generate": {
+        "contents.*.parts.*.thoughtSignature", "generationConfig.responseJsonSchema",
+        "generationConfig.responseMimeType", "generationConfig.thinkingConfig.thinkingBudget",
+        "generationConfig.thinkingConfig.thinkingLevel",
+    },
+    "openai_chat": {"prompt_cache_key", "reasoning_effort", "store"},
+    "openai_responses": {
+        "client_metadata", "include.reasoning.encrypted_content", "input.*.reasoning.encrypted_content",
+        "parallel_tool_calls", "prompt_cache_key", "reasoning.effort", "store", "text.verbosity",
+        "tools.*.tool_search", "tools.*.web_search",
+    },
+}  # fmt: skip
+"""All that these programs send and that means nothing here. Signatures and opaque content are the recorder's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +47,7 @@ class Asked:
 
 
 def runs(dialect: Dialect, path: str) -> dict[str, list[Asked]]:
-    """Our own, by name: those that have requests to a path with `path` in it."""
+    """By name: those that have requests to a path with `path` in it."""
     found: dict[str, list[Asked]] = defaultdict(list)
     for name in recordings():
         for one in load(name):
@@ -42,15 +56,6 @@ def runs(dialect: Dialect, path: str) -> dict[str, list[Asked]]:
                 reply = None if one.reply is None else message_of(one.reply)
                 found[name].append(Asked(one.body, request, reply, one.thread))
     return dict(found)
-
-
-def unredacted(dialect: Dialect, path: str) -> Iterator[ChatRequest]:
-    """Every such request in POLAR_CLI_RECORDINGS; none where it names no folder."""
-    for file in sorted(Path(FOLDER).glob("*/*.jsonl")) if FOLDER else ():
-        for line in file.read_text().splitlines():
-            one = json.loads(line)
-            if one["method"] == "POST" and path in one["path"]:
-                yield dialect.decode(_incoming(one["path"], one["headers"], one["body"]))
 
 
 def _incoming(path: str, headers: list[list[str]], body: dict[str, Any]) -> Incoming:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -19,7 +20,7 @@ from polar_plugin.engine.sglang import SGLangEngine
 from polar_plugin.engine.turn import Conversation, Policy
 from polar_plugin.proxy.server import Proxy
 from polar_plugin.proxy.session import Session
-from polar_plugin.records import IMAGE, BreakReason, FinishReason, SamplingParams
+from polar_plugin.records import IMAGE, BreakReason, ChatRequest, FinishReason, Generation, Message, SamplingParams
 from tests.engine.fake_server import listening
 from tests.engine.fake_sglang import FakeSGLang, status
 
@@ -242,3 +243,64 @@ async def test_a_session_holds_each_message_once_however_often_it_is_repeated(ap
     assert [completion.break_reason for completion in session.completions] == [BreakReason.FIRST_CALL, *[None] * 5]
     assert len({id(one) for request in requests for one in request.messages}) == len(requests[-1].messages) == 12
     assert len({id(request.tools) for request in requests}) == 1
+
+
+# --- stop strings ----------------------------------------------------------------------------------------------------
+
+
+class Stopping(ScriptedEngine):
+    """Ends each reply behind the first of the stop strings asked for, whose ids stay, as engines are told to."""
+
+    async def generate(self, prompt_ids: Any, sampling: SamplingParams, **more: Any) -> Generation:
+        whole = await super().generate(prompt_ids, sampling, **more)
+        for size in range(1, len(whole.output_ids) + 1):
+            text = self.decode(whole.output_ids[:size])  # type: ignore[attr-defined]
+            if stop := next((one for one in sampling.stop if one in text), None):
+                cut = Generation(whole.output_ids[:size], whole.logprobs[:size], FinishReason.STOP)
+                return replace(cut, stop=stop)
+        return whole
+
+
+STOPS = {
+    "openai_chat": lambda stop: {"stop": [stop]},
+    "anthropic_messages": lambda stop: {"stop_sequences": [stop]},
+    "google_generate": lambda stop: {"generationConfig": {"stopSequences": [stop]}},
+}
+"""OpenAI Responses has none."""
+WRITTEN = 'Thought: I look.\n<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("api", [api for api in WIRES if api.name in STOPS], ids=lambda api: api.name)
+@pytest.mark.parametrize(
+    ("says", "stop", "told"),
+    [
+        ("one END two", "END", "one "),
+        ("one END", "END", "one "),
+        ("END", "END", ""),
+        ("I look. I act.", ".", "I look"),
+        (WRITTEN, '"command"', "Thought: I look."),
+        (WRITTEN, "\n", "Thought: I look."),
+    ],
+)
+async def test_a_stop_string_and_what_it_cut_in_two_are_not_told(
+    api: WireAPI, says: str, stop: str, told: str, tiny: Any
+) -> None:
+    """In all APIs the text ends before the stop string; the ids that spell it are sampled, and stay on the record."""
+    engine = Stopping([says, "Done."], tiny.tokenizer.encode, context_length=CONTEXT)
+    engine.decode = tiny.decode  # type: ignore[attr-defined]
+    async with talking(tiny, engine) as (_, session, http):
+        code, raw = await post(http, api, api.asks() | STOPS[api.name](stop))
+        assert code == 200, raw
+        assert api.finish(raw, stream=False) in ("stop", "stop_sequence", "STOP")
+        (completion,) = session.completions
+        assert (completion.reply.content.strip(), completion.reply.tool_calls) == (told.strip(), ())
+        assert stop in tiny.decode(completion.generation.output_ids)
+        assert "tool_call>" not in raw
+
+
+async def test_a_stop_string_of_the_trainers_own_stays_in_the_text(tiny: Any) -> None:
+    engine = Stopping(["one END"], tiny.tokenizer.encode, context_length=CONTEXT)
+    engine.decode = tiny.decode  # type: ignore[attr-defined]
+    policy = Policy(engine, tiny, SamplingParams(max_tokens=500, stop=("END",)), CONTEXT)
+    got = await Conversation(policy, "s1")(ChatRequest((Message("user", "hi"),)))
+    assert got.reply.content == "one END"

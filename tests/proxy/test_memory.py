@@ -10,18 +10,20 @@ from typing import Any
 import pytest
 
 from polar_plugin.errors import BadRequest
+from polar_plugin.proxy import body
 from polar_plugin.proxy.anthropic_messages import AnthropicMessages
 from polar_plugin.proxy.codec import Dialect, Incoming
 from polar_plugin.proxy.google_generate import GoogleGenerate
 from polar_plugin.proxy.memory import Memory
 from polar_plugin.proxy.openai_chat import OpenAIChat
 from polar_plugin.proxy.openai_responses import OpenAIResponses
+from polar_plugin.proxy.resent import Resent
 from polar_plugin.records import ChatRequest
 from tests.speakers import SPEAKERS
 
 from .fuzz import bank
 from .fuzz_seeds import seeds
-from .mutations import spoiled
+from .mutations import damaged, spoiled, written
 
 READ: dict[str, tuple[Dialect, str]] = {
     "openai_chat": (OpenAIChat(), "messages"),
@@ -105,3 +107,67 @@ def test_what_cannot_be_compared_in_bytes_is_read_again() -> None:
     for _ in range(2):
         decoded = OpenAIChat().decode(Incoming("", {}, {}, {"messages": list(talk)}, memory=memory))
         assert [message.content for message in decoded.messages] == ["\ud800", "b"]
+
+
+def parsed(raw: bytes, resent: Resent | None = None) -> str:
+    try:
+        return repr(resent.parse(raw) if resent else body.parse(raw))
+    except BadRequest as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("api", READ)
+@pytest.mark.parametrize("seed", range(4))
+def test_bytes_are_the_same_json_whatever_came_before(api: str, seed: int) -> None:
+    chance, resent, (_, key) = Random(f"{seed}/{api}"), Resent(), READ[api]
+    told = [one for one in seeds(api) if isinstance(one.body.get(key), list)]
+    for of in chance.choices(told, k=20):
+        items = list[Any]()
+        for _ in range(8):
+            items = [*items, *chance.choice(told).body[key]]
+            whole = {"a": {key: [1]}} | of.body | {key: items}
+            raw = written(spoiled(whole, bank(api), chance) if chance.random() < 0.2 else whole, chance)
+            raw = damaged(raw, chance)[0] if chance.random() < 0.2 else raw
+            assert parsed(raw, resent) == parsed(raw)
+
+
+TAILS = (
+    "]}",
+    ",2]}",
+    ", 2 ] }",
+    " , ]}",
+    ",]}",
+    ",2",
+    "}",
+    "",
+    "]]}",
+    '],"b":2}',
+    '],"input":[3]}',
+    '],"messages":[]}',
+)
+TAILS += ('],"m\\u0065ssages":7}', ',{"é":"é"}]}', ",NaN]}", ',"\\ud800"]}', "," + "[" * 127 + "]" * 127 + "]}")
+TAILS += ("," + "[" * 126 + "]" * 126 + "]}", ",1.0]}", ',"]}', ",1e999]}", "," + "9" * 5000 + "]}")
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize(
+    "head", ['{"messages":[', '{ "x": "é[", "messages" : [ ', '{"input":[],"messages":[', "\ufeff" + '{"input":[']
+)
+def test_what_stands_behind_known_bytes_is_read_as_in_a_whole_body(head: str, tail: str) -> None:
+    resent = Resent()
+    for first in ("]}", ',"one"]}'):
+        parsed(f'{head}{{"n": 1, "é": "\\u00e9]"}}{first}'.encode(), resent)
+    for middle in ("", ',"one"', ' ,"one"', ',"two"'):
+        raw = f'{head}{{"n": 1, "é": "\\u00e9]"}}{middle}{tail}'.encode()
+        assert parsed(raw, resent) == parsed(raw)
+        assert parsed(raw, resent) == parsed(raw)
+
+
+def test_of_a_body_that_goes_on_only_what_is_new_is_parsed() -> None:
+    resent = Resent()
+    talk = [{"role": "user", "content": f"part {i}"} for i in range(9)]
+    first = resent.parse(json.dumps({"messages": talk, "model": "m"}).encode())
+    talk[-1:] = [{"role": "user", "content": "told otherwise"}, {"role": "user", "content": "new"}]
+    again = resent.parse(json.dumps({"messages": talk, "model": "n"}).encode())
+    assert again == {"messages": talk, "model": "n"}
+    assert all(one is other for one, other in zip(first["messages"][:-1], again["messages"][:8], strict=True))

@@ -38,6 +38,10 @@ DIRECTORY = Path(__file__).parent
 CONTEXT = 200_000
 PATIENCE = 600.0
 """Seconds within which a failure has an HTTP status of its own: on a busy machine, too, it ends no stream midway."""
+_NOT_SAID_AGAIN = frozenset({
+    "authorization", "x-api-key", "x-goog-api-key", "accept-encoding", "content-type", "content-length",
+    "content-encoding", "transfer-encoding", "connection", "host",
+})  # fmt: skip
 _CUT = frozenset({"length", "max_tokens", "MAX_TOKENS", "incomplete"})
 
 
@@ -193,7 +197,7 @@ async def replay(name: str, renderer: Renderer, tokenizer: Any, voice: Voice = s
     ):
         for recorded in exchanges:
             remembering.recorded = recorded
-            url, headers = f"{proxy.url}/s/{session.key}{recorded.path}", _headers(recorded)
+            url, headers = f"{proxy.url}/s/{session.key}{recorded.path}", headers_of(recorded)
             async with http.request(recorded.method, url, headers=headers, json=recorded.body) as response:
                 await response.read()
                 statuses.append(response.status)
@@ -201,9 +205,9 @@ async def replay(name: str, renderer: Renderer, tokenizer: Any, voice: Voice = s
     return Replayed(ledger, [one for one in exchanges if one.reply is not None], statuses)
 
 
-def _headers(recorded: Recorded) -> dict[str, str]:
-    left_out = ("authorization", "x-api-key", "x-goog-api-key", "accept-encoding", "content-type")
-    return {name: value for name, value in recorded.headers if name.lower() not in left_out}
+def headers_of(recorded: Recorded) -> dict[str, str]:
+    """Without keys, and without what the client that asks again says of its own."""
+    return {name: value for name, value in recorded.headers if name.lower() not in _NOT_SAID_AGAIN}
 
 
 def _finish(reply: dict[str, Any]) -> FinishReason:

@@ -95,6 +95,22 @@ async def test_case_39_an_attempt_that_cannot_even_be_started_is_data_too() -> N
     assert [trajectory.status for trajectory in seen if trajectory is not bad] == [Status.COMPLETED] * 2
 
 
+async def test_case_39_a_sandbox_that_never_comes_up_fails_its_attempt_and_the_others_go_on() -> None:
+    world = World()
+    hangs = iter([False, True, *[False] * 6])
+
+    async def start() -> None:
+        if next(hangs):
+            await anyio.sleep_forever()
+
+    world.steps["agent.start"] = start
+    seen = await outcomes(Batch(scripts(world), admitted=2), named(8))
+    assert Counter(trajectory.status for trajectory in seen) == {Status.INFRA_ERROR: 1, Status.COMPLETED: 7}
+    (failure,) = [trajectory.failure for trajectory in seen if trajectory.failure]
+    assert (failure.boundary, failure.kind) == ("init", "init_timeout")
+    assert len(world.opened) == len(world.closed)
+
+
 async def test_one_attempt_can_be_awaited_by_itself() -> None:
     world = World()
     batch = Batch(scripts(world), admitted=1)
