@@ -157,13 +157,11 @@ class History:
         if told := roles.told(request):
             return told
         before: Completion | None = parent
-        while before:
-            if request.thread and request.thread != before.request.thread:
-                return Role.SUB_AGENT
-            if before.role is not Role.COMPACTION:
-                return before.role
+        while before and before.role is Role.COMPACTION:
             before = self._completions.get(self._continued[before.id])
-        return roles.thread_role(request) or Role.MAIN
+        if before is None or (request.thread and request.thread != before.request.thread):
+            return roles.thread_role(request) or Role.MAIN
+        return before.role
 
     def _role_of(self, reason: BreakReason, found: breaks.Thread) -> Role:
         if reason is BreakReason.NEW_THREAD:
