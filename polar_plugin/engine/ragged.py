@@ -209,7 +209,11 @@ def _hidden_states_kept(model: PreTrainedModel, tokens: Tensor) -> Generator[Non
     """The layers go over `tokens` once; inside, every call of `model` is its head over what they gave."""
     base: Any = model.base_model
     outputs = base(input_ids=tokens, use_cache=False)
-    base.forward = lambda *_, **__: outputs
+
+    def kept(*_: Any, **__: Any) -> Any:
+        return outputs
+
+    base.forward = kept
     try:
         yield
     finally:

@@ -85,7 +85,7 @@ class Policy:
             raise ConfigError(f'builder.config.overlong must be "clip" or "split", got {overlong!r}')
         if prompts != "extended" and prompts != "rerendered":
             raise ConfigError(f'builder.config.prompts must be "extended" or "rerendered", got {prompts!r}')
-        if not isinstance(roles, Mapping | None):
+        if not isinstance(cast("object", roles), Mapping | None):
             raise ConfigError(f"builder.config.roles must be a mapping, as in {{side: train}}, got {roles!r}")
         chosen = dict(ROLES)
         for name, choice in (roles or {}).items():

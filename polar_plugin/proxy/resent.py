@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ _KEYS = ("messages", "input", "contents")
 _LINES = 3  # conversations that go on side by side
 _ENDS = 6  # items at a body's end that the next one may tell otherwise, as moved cache marks do
 _SPACE = b" \t\n\r"
-_blank = re.compile(r"[ \t\n\r]*").match
+_blank = cast("Callable[[str, int], re.Match[str]]", re.compile(r"[ \t\n\r]*").match)  # nothing is blank, too
 _scan = json.JSONDecoder(strict=False).raw_decode
 
 

@@ -141,7 +141,7 @@ def _listed(body: JSONObject, dropped: set[str]) -> Iterator[tuple[Key, Tool]]:
     yield from _tools(body, "", dropped)
     if isinstance(body.get("input"), list):
         for i, item in enumerate(cast("list[Any]", body["input"])):
-            if type(item) is dict and item.get("type") == "additional_tools":
+            if type(item) is dict and cast("JSONObject", item).get("type") == "additional_tools":
                 yield from _tools(cast("JSONObject", item), f"input.{i}", dropped)
 
 

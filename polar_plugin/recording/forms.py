@@ -304,7 +304,7 @@ def _nucleus(line: JSONObject) -> Nucleus | None:
 
 
 def _request(line: JSONObject, parent: Completion | None) -> ChatRequest:
-    told = _typed(line, "request", dict) or {}
+    told: JSONObject = _typed(line, "request", dict) or {}
     known = _known(ChatRequest, told)
     known["messages"], known["tools"] = _messages(told, parent), _tools(told, parent)
     known["sampling"] = _sampling(_typed(told, "sampling", dict))
