@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import cast
 
 import pytest
 from hypothesis import HealthCheck, seed, settings
@@ -393,7 +394,7 @@ def request(asked: Asked) -> ChatRequest:
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_any_session_is_what_the_oracle_says(pytestconfig: pytest.Config, part: int) -> None:
-    sessions: int = pytestconfig.getoption("sessions")
+    sessions = cast("int", pytestconfig.getoption("sessions"))
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         seed(f"part {part} of {sessions}")(Sessions),  # the same sessions in each run
         settings=settings(
