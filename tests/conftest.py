@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +13,13 @@ _FIGURES = pytest.StashKey[dict[str, list[str]]]()
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _kept_is_not_collected() -> None:
+    """What earlier modules keep, vocabularies above all, is not gone through in each full collection of later ones."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

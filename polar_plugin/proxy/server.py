@@ -89,6 +89,7 @@ class Proxy:
         Raises ConfigError where an address cannot be listened on.
         """
         async with self._table.running():
+            frozen = gc.get_freeze_count()
             gc.freeze()  # a full collection of all that a trainer has loaded would stop every stream for 0.3 s
             runner = web.AppRunner(
                 self._application(),
@@ -109,7 +110,8 @@ class Proxy:
                 if self.unix_socket is not None:
                     self.unix_socket.unlink(missing_ok=True)
                 self.url = ""
-                gc.unfreeze()
+                if not frozen:  # what the trainer froze by itself stays so
+                    gc.unfreeze()
 
     @asynccontextmanager
     async def session(self, session_id: str, reply: Reply, /, **metadata: Any) -> AsyncGenerator[Session]:

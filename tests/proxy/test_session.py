@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import AsyncGenerator, Callable
 
 import anyio
 import pytest
 
 from polar_plugin.errors import EngineBusy, SessionSealed, UnknownSession
+from polar_plugin.proxy.server import Proxy
 from polar_plugin.proxy.session import Session, SessionTable
 from polar_plugin.records import ChatRequest, Delivery, Message
 
@@ -156,3 +158,14 @@ async def test_a_closed_session_is_known_by_its_key_and_the_memory_of_it_is_boun
     for session in sessions[1:]:
         with pytest.raises(SessionSealed, match=session.session_id):
             table.get(session.key)
+
+
+async def test_what_a_trainer_keeps_from_collection_stays_so_after_serving() -> None:
+    gc.unfreeze()
+    async with Proxy().serving():
+        assert gc.get_freeze_count()
+    assert not gc.get_freeze_count()
+    gc.freeze()
+    async with Proxy().serving():
+        pass
+    assert gc.get_freeze_count()
