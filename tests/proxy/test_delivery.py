@@ -229,7 +229,7 @@ async def test_sealing_ends_a_stream_with_an_error_and_without_a_terminal_event(
         await receive_until(stream, b": keep-alive")
         session.seal()
         with anyio.fail_after(5):
-            got = b"".join([piece async for piece in stream])
+            got = await receive_until(stream, b"\r\n0\r\n\r\n")
         assert b"session_sealed" in got
         assert b"DONE" not in got
         assert b"finish_reason" not in got
