@@ -169,7 +169,7 @@ class Oracle:
                 continue
             if not asked.new(stop):
                 return Place(found, frozenset({*reasons, BreakReason.BOUNDARY_UNKNOWN}))
-            candidates, certain = told_apart(here, truth)
+            candidates, certain = told_apart(here, truth, asked.thread)
             found += [(one, stop) for one in candidates]
             reasons |= set() if certain else {BreakReason.BOUNDARY_UNKNOWN}
             if sure:
@@ -298,10 +298,13 @@ def one_sequence(records: Sequence[Record]) -> bool:
     return all(one.tokens == records[0].tokens for one in records)
 
 
-def told_apart(records: list[Record], truth: Truth) -> tuple[list[Record], bool]:
-    """Of several that mean the same, the true one where the words show it; else that or none, but no other."""
+def told_apart(records: list[Record], truth: Truth, thread: str) -> tuple[list[Record], bool]:
+    """Of several that mean the same, the true one where its words, its thread or its arrival show it; else that or
+    none, but no other."""
     true = next((one for one in records if one.completion.id == truth.name), None)
-    certain = one_sequence(records) or bool(true and truth.shown)
+    named = [one for one in records if one.asked.thread == thread] or records
+    arrived = [one for one in named if one.delivered]
+    certain = one_sequence(records) or bool(true and (truth.shown or [true] in (named, arrived)))
     if true and (certain or true.delivered):
         return [one for one in records if one.tokens == true.tokens], certain
     return records, certain

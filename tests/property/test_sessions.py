@@ -22,7 +22,7 @@ from polar_plugin.errors import EngineError
 from polar_plugin.merge.builders import PerRequest, PrefixMerging
 from polar_plugin.merge.check import check
 from polar_plugin.merge.traces import counts
-from polar_plugin.records import ChatRequest, Completion, FinishReason, Message, Role, Tool, ToolCall
+from polar_plugin.records import ChatRequest, Completion, CompletionSession, FinishReason, Message, Role, Tool, ToolCall
 
 from .letters import MARK, following, sampled
 from .oracle import Asked, Oracle, Place, Record, Truth
@@ -77,6 +77,7 @@ WAYS = [
     *((frozenset(DICE.sample(HABITS, DICE.randint(0, 5))), DICE.getrandbits(16)) for _ in range(4096)),
 ]
 SAYS = st.integers(0, len(TURNS) - 1).map(lambda index: TURNS[index])
+CUT = st.sampled_from([turn for turn in EACH if 0 < turn.cut < 1 and len(turn.message.content) > 2])
 HABIT = st.integers(0, len(WAYS) - 1).map(lambda index: WAYS[index])
 AT = st.integers(0, 7)
 PARTS = 4  # so that several processes can share the work: -k "says[0]"
@@ -147,15 +148,19 @@ class Sessions(RuleBasedStateMachine):
         self.keep(thread, self.ask(thread, says, habit))
 
     @precondition(lambda self: len(self.threads) < 6)
-    @rule(at=AT, says=SAYS, habit=HABIT, named=st.booleans())
-    def say_the_same_twice(self, at: int, says: Sampled, habit: tuple[Habits, int], named: bool) -> None:
-        """Two answers of the same words in other tokens, in one conversation or two, and both are gone on from."""
+    @rule(at=AT, says=SAYS, habit=HABIT, named=st.booleans(), thinks=st.booleans())
+    def say_the_same_twice(self, at: int, says: Sampled, habit: tuple[Habits, int], named: bool, thinks: bool) -> None:
+        """Two answers of the same words, in other tokens or behind other thoughts, and both are gone on from, in one
+        conversation or two."""
         thread = self.thread(at)
         self.add(thread)
         other = thread.branch(len(thread.entries), self.name() if named else thread.name)
         self.threads.append(other)
-        self.keep(thread, self.ask(thread, says, habit))
-        self.keep(other, self.ask(other, replace(says, spelling=(not says.spelling[0], True)), habit))
+        pair = says, replace(says, spelling=(not says.spelling[0], True))
+        if thinks:
+            pair = self.thinking(says), self.thinking(says)
+        for one, turn in zip((thread, other), pair, strict=True):
+            self.keep(one, self.ask(one, turn, habit))
 
     @rule(at=AT, says=SAYS, habit=HABIT)
     def say_after_a_reminder(self, at: int, says: Sampled, habit: tuple[Habits, int]) -> None:
@@ -174,6 +179,15 @@ class Sessions(RuleBasedStateMachine):
         thread = self.thread(at)
         if thread.entries and not thread.calls:
             thread.entries.append(Entry(Message("assistant", text)))
+
+    @rule(at=AT, text=st.sampled_from(["Got it.", "So:"]), says=SAYS, habit=HABIT)
+    def go_on_from_its_own_words(self, at: int, text: str, says: Sampled, habit: tuple[Habits, int]) -> None:
+        """The program begins the model's turn, and tells both as one message later on, or as two."""
+        thread = self.thread(at)
+        self.add(thread)
+        thread.entries.append(Entry(Message("assistant", text)))
+        self.keep(thread, self.ask(thread, says, habit))
+        self.say(at, says, habit)
 
     @rule(at=AT)
     def remark(self, at: int) -> None:
@@ -197,6 +211,19 @@ class Sessions(RuleBasedStateMachine):
             thread.entries.append(Entry(Message("assistant", tool_calls=reply.tool_calls[:1])))
         elif kept == "all":
             self.keep(thread, completion)
+
+    @rule(at=AT, system=st.sampled_from(SYSTEMS), says=CUT, habit=HABIT, kept=st.sampled_from(["none", "part", "more"]))
+    def begin_with_half_an_answer(
+        self, at: int, system: str, says: Sampled, habit: tuple[Habits, int], kept: str
+    ) -> None:
+        """A conversation begun anew, the first answer of which is cut by length, and not told as it was."""
+        thread = self.threads[at % len(self.threads)] = Thread(system, SHELL)
+        self.add(thread)
+        text = self.ask(thread, says, habit).reply.content.strip()
+        if kept != "none" and text:
+            told = text[: len(text) // 2 + 1] if kept == "part" else f"{text} and {self.number()}"
+            thread.entries.append(Entry(Message("assistant", told)))
+        self.say(at, says, habit)
 
     @rule(at=AT, says=SAYS, habit=HABIT)
     def hang_up(self, at: int, says: Sampled, habit: tuple[Habits, int]) -> None:
@@ -306,6 +333,9 @@ class Sessions(RuleBasedStateMachine):
     def thread(self, at: int) -> Thread:
         return self.threads[at % len(self.threads)]
 
+    def thinking(self, says: Sampled) -> Sampled:
+        return replace(says, message=replace(says.message, reasoning=f"thought {self.number()}"))
+
     def number(self) -> int:
         self.numbers += 1
         return self.numbers
@@ -374,9 +404,13 @@ class Sessions(RuleBasedStateMachine):
         self.wrong = False
 
     def teardown(self) -> None:
-        if self.wrong:
-            return
-        ledger = self.world.close()
+        try:
+            if not self.wrong:
+                self.check_ledger(self.world.seal())
+        finally:
+            self.world.close()
+
+    def check_ledger(self, ledger: CompletionSession) -> None:
         assert [one.id for one in ledger.completions] == [one.completion.id for one in self.oracle.records]
         traces = PrefixMerging().build(ledger)
         check(traces, ledger)
