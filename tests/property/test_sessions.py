@@ -7,9 +7,7 @@ hang-ups, lost answers, branches, rewrites, compactions, and the same history in
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, field, replace
-from itertools import product
 from typing import cast
 
 import pytest
@@ -22,64 +20,16 @@ from polar_plugin.errors import EngineError
 from polar_plugin.merge.builders import PerRequest, PrefixMerging
 from polar_plugin.merge.check import check
 from polar_plugin.merge.traces import counts
-from polar_plugin.records import ChatRequest, Completion, CompletionSession, FinishReason, Message, Role, Tool, ToolCall
+from polar_plugin.records import ChatRequest, Completion, CompletionSession, Message, Role, Tool, ToolCall
 
-from .letters import MARK, following, sampled
+from .draws import AT, CUT, HABIT, SAYS, SHELL, SYSTEMS, TOOLS, Sampled
+from .letters import following
 from .oracle import Asked, Oracle, Place, Record, Truth
-from .telling import HABITS, Entry, Habits, tell, user
+from .telling import Entry, Habits, tell, user
 from .world import World
 
-SYSTEMS = ("You work in a shell.\nBe brief.", "You search.\nOnly that.")
-SHELL = (Tool("bash", "Runs a command."), Tool("look", "Looks."))
-TOOLS = (SHELL, SHELL[:1], ())
 REMINDER = "\n[System: You previously returned an empty response. Go on.]"
 TITLE = "You are a title generator.\nFive words."
-CALLS = tuple(
-    ToolCall(name, text)
-    for name, text in (
-        ("bash", '{"command": "ls  -la", "timeout": 1.0}'), ("bash", '{"timeout":2,"command":"caf\\u00e9"}'),
-        ("look", "{}"), ("look", '{"command": "ls'), ("bash", '{"deep": [1, {"x": 2.50}]}'),
-    )
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """What the model says."""
-
-    message: Message
-    spelling: tuple[bool, ...]
-    ends: bool = True
-    """Whether it samples the end token itself."""
-    cut: float = 1.0
-    """How much of it there is; below 1 it is cut by length."""
-
-    def reply(self) -> Reply:
-        ids = sampled(self.message, self.spelling)
-        if self.cut < 1:
-            return Reply(ids=tuple(ids[: int(self.cut * len(ids))]), finish_reason=FinishReason.LENGTH)
-        return Reply(ids=(*ids, *([MARK["end"]] if self.ends else [])))
-
-
-EACH = [
-    Sampled(Message("assistant", text, thought, calls), spelling, ends, cut)
-    for cut, ends, spelling, thought, text, calls in product(
-        (1.0, 0.5, 0.8, 0.0), (True, False), ((True,), (True, False), (False, True, True)), ("", "hmm", "why\n"),
-        ("ok", "", " Look é\n", "It is done, all of it."),
-        [(), *((call,) for call in CALLS), *product(CALLS, CALLS)],
-    )
-]  # fmt: skip
-TURNS = [*(turn for turn in EACH if turn.cut == 1 for _ in range(3)), *EACH]
-DICE = random.Random(0)
-WAYS = [
-    (frozenset[str](), 0),
-    *((frozenset((habit,)), 2**16 - 1) for habit in HABITS),
-    *((frozenset(DICE.sample(HABITS, DICE.randint(0, 5))), DICE.getrandbits(16)) for _ in range(4096)),
-]
-SAYS = st.integers(0, len(TURNS) - 1).map(lambda index: TURNS[index])
-CUT = st.sampled_from([turn for turn in EACH if 0 < turn.cut < 1 and len(turn.message.content) > 2])
-HABIT = st.integers(0, len(WAYS) - 1).map(lambda index: WAYS[index])
-AT = st.integers(0, 7)
 PARTS = 4  # so that several processes can share the work: -k "says[0]"
 
 
@@ -188,6 +138,16 @@ class Sessions(RuleBasedStateMachine):
         thread.entries.append(Entry(Message("assistant", text)))
         self.keep(thread, self.ask(thread, says, habit))
         self.say(at, says, habit)
+
+    @rule(at=AT, says=SAYS, habit=HABIT)
+    def ask_before_all_results_are_there(self, at: int, says: Sampled, habit: tuple[Habits, int]) -> None:
+        thread = self.thread(at)
+        if len(thread.calls) > 1:
+            early = Entry(Message("tool", f"result {self.number()}", tool_call_id=thread.calls[0].id))
+            self.ask(replace(thread, entries=[*thread.entries, early]), says, habit)
+            later = [Entry(Message("tool", f"result {self.number()}", tool_call_id=one.id)) for one in thread.calls[1:]]
+            thread.entries += [early, *later]
+            self.keep(thread, self.ask(thread, says, habit))
 
     @rule(at=AT)
     def remark(self, at: int) -> None:
@@ -430,7 +390,7 @@ def request(asked: Asked) -> ChatRequest:
 def test_any_session_is_what_the_oracle_says(pytestconfig: pytest.Config, part: int) -> None:
     sessions = cast("int", pytestconfig.getoption("sessions"))
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        seed(f"part {part} of {sessions}")(Sessions),  # the same sessions in each run
+        seed(f"part {part} of {sessions}")(Sessions),  # the same sessions in each run of the same test modules
         settings=settings(
             max_examples=sessions // PARTS,
             stateful_step_count=16,
