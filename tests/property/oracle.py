@@ -226,7 +226,8 @@ class Oracle:
         same = [one for one in self.records if one.asked.head == asked.head]
         known = [known for one in same for known in (one.keys, one.lasting + one.reply)]
         count = max((common(told, one) for one in known), default=0)
-        if any(one[0] == other[0] == "assistant" for one, other in pairwise(told[max(0, count - 1) : count + 2])):
+        rows = {one[0] for one, other in pairwise(told[max(0, count - 1) : count + 2]) if one[0] == other[0]}
+        if rows & {"assistant", "tool"}:  # nothing tells where one ends
             return set(LEFT)
         turn = count < len(told) and told[count][0] == "assistant"
         other = BreakReason.ASSISTANT_REWRITTEN if turn else BreakReason.HISTORY_REWRITTEN
