@@ -63,9 +63,10 @@ class Sessions(RuleBasedStateMachine):
 
     # --- conversations ------------------------------------------------------------------------------------------------
 
-    @initialize(says=SAYS, habit=HABIT, joins=st.sampled_from([None, "", "\n", "\n\n", " "]))
-    def begin(self, says: Sampled, habit: tuple[Habits, int], joins: str | None) -> None:
-        self.joins = joins
+    @initialize(says=SAYS, habit=HABIT, joins=st.sampled_from([None, "", "\n", "\n\n", " "]), tells=st.booleans())
+    def begin(self, says: Sampled, habit: tuple[Habits, int], joins: str | None, tells: bool) -> None:
+        """`tells`: a header says that a call of a named conversation is a sub-agent's, whatever the call is for."""
+        self.joins, self.tells = joins, tells
         self.threads.append(Thread(SYSTEMS[0], SHELL))
         self.say(0, says, habit)
 
@@ -189,7 +190,7 @@ class Sessions(RuleBasedStateMachine):
     def hang_up(self, at: int, says: Sampled, habit: tuple[Habits, int]) -> None:
         thread = self.thread(at)
         self.add(thread)
-        call = self.world.begin(request(self.asked(thread, habit)), says.reply())
+        call = self.world.begin(self.request(self.asked(thread, habit)), says.reply())
         self.world.hang_up(call.task)
         self.world.idle()
         assert len(self.world.session.completions) == len(self.oracle.records)
@@ -199,7 +200,7 @@ class Sessions(RuleBasedStateMachine):
         thread = self.thread(at)
         self.add(thread)
         with pytest.raises(EngineError):
-            self.world.answer(request(self.asked(thread, habit)), Reply(raises=EngineError("no")))
+            self.world.answer(self.request(self.asked(thread, habit)), Reply(raises=EngineError("no")))
 
     @rule(at=AT, says=SAYS, habit=HABIT, leaves=st.booleans(), header=st.booleans())
     def retry_under_way(self, at: int, says: Sampled, habit: tuple[Habits, int], leaves: bool, header: bool) -> None:
@@ -207,8 +208,8 @@ class Sessions(RuleBasedStateMachine):
         thread = self.thread(at)
         self.add(thread)
         asked = self.asked(thread, habit)
-        call = self.world.begin(request(asked), says.reply())
-        second = self.world.join(replace(request(asked), retry=header))
+        call = self.world.begin(self.request(asked), says.reply())
+        second = self.world.join(replace(self.request(asked), retry=header))
         if leaves:
             self.world.hang_up(call.task)
             call.release.set()
@@ -235,7 +236,7 @@ class Sessions(RuleBasedStateMachine):
         if told[0].messages == told[1].messages:
             return
         places = [self.oracle.place(asked, self.truth(asked)) for asked in told]
-        calls = [self.world.begin(request(a), s.reply()) for a, s in zip(told, says, strict=True)]
+        calls = [self.world.begin(self.request(a), s.reply()) for a, s in zip(told, says, strict=True)]
         for index in (1, 0) if turned else (0, 1):
             completion = self.world.end(calls[index])
             self.world.mark(completion, True)
@@ -326,9 +327,13 @@ class Sessions(RuleBasedStateMachine):
         role: Role | None = None,
     ) -> Completion:  # fmt: skip
         asked = self.asked(thread, habit, role)
-        completion = self.world.answer(request(asked), says.reply(), delivered=delivered)
+        completion = self.world.answer(self.request(asked), says.reply(), delivered=delivered)
         self.seen(asked, completion, delivered=delivered)
         return completion
+
+    def request(self, asked: Asked) -> ChatRequest:
+        role = Role.SUB_AGENT if asked.thread and self.tells else Role.MAIN
+        return ChatRequest(asked.messages, asked.tools, role=role, thread=asked.thread)
 
     def truth(self, asked: Asked) -> Truth:
         """The last sampled turn of the request; its words show it by ids, or by reasoning that is no other's."""
@@ -379,10 +384,6 @@ class Sessions(RuleBasedStateMachine):
         each = PerRequest().build(ledger)
         check(each, ledger)
         self.oracle.check_traces(ledger, each)
-
-
-def request(asked: Asked) -> ChatRequest:
-    return ChatRequest(asked.messages, asked.tools, thread=asked.thread)
 
 
 @pytest.mark.timeout(0)
