@@ -60,7 +60,7 @@ class Agent:
         return Reply(ids=(*self.encode(self.family.thoughts.format(thoughts=thoughts, text=text)), self.end))
 
     def calls(self, *commands: str) -> Reply:
-        return Reply(ids=(*self.encode(self.family.calls(*commands)), self._id(self.family.end_of_call)))
+        return Reply(ids=(*self.encode(self.family.begin_call + self.family.calls(*commands)), self._id(self.family.end_of_call)))
 
     def written(self, text: str) -> list[int]:
         """The ids of a text, without what ends the turn."""

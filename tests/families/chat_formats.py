@@ -28,6 +28,9 @@ class Family:
     text: str = "{text}"
     thoughts: str = "<think>\n{thoughts}\n</think>\n\n{text}"
     before_call: str = "{text}\n"
+    """A text that calls follow."""
+    begin_call: str = ""
+    """What stands before the first call of a turn without a text."""
     end: str = ""
     end_of_call: str = ""
 
@@ -63,9 +66,10 @@ FAMILIES = {
         "gpt-oss",
         call="<|channel|>commentary to=functions.bash <|constrain|>json<|message|>{arguments}",
         between="<|call|><|start|>assistant",
-        text="<|channel|>final<|message|>{text}",
-        thoughts="<|channel|>analysis<|message|>{thoughts}<|end|><|start|>assistant<|channel|>final<|message|>{text}",
-        before_call="<|channel|>commentary<|message|>{text}<|end|><|start|>assistant",
+        text="Hm.<|end|><|start|>assistant<|channel|>final<|message|>{text}",
+        thoughts="{thoughts}<|end|><|start|>assistant<|channel|>final<|message|>{text}",
+        before_call="Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>{text}<|end|><|start|>assistant",
+        begin_call="Hm.<|end|><|start|>assistant",
         end="<|return|>",
         end_of_call="<|call|>",
     ),
