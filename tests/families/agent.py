@@ -60,7 +60,9 @@ class Agent:
         return Reply(ids=(*self.encode(self.family.thoughts.format(thoughts=thoughts, text=text)), self.end))
 
     def calls(self, *commands: str) -> Reply:
-        return Reply(ids=(*self.encode(self.family.begin_call + self.family.calls(*commands)), self._id(self.family.end_of_call)))
+        return Reply(
+            ids=(*self.encode(self.family.begin_call + self.family.calls(*commands)), self._id(self.family.end_of_call))
+        )
 
     def written(self, text: str) -> list[int]:
         """The ids of a text, without what ends the turn."""
@@ -70,6 +72,11 @@ class Agent:
     def end(self) -> int:
         """The id that ends a turn that calls nothing."""
         return self._id(self.family.end)
+
+    @property
+    def unsampled_end(self) -> list[int]:
+        """What closes a text of which the end was not sampled."""
+        return list(self.encode(self.family.unsampled_end)) or [self.end]
 
     def _id(self, mark: str) -> int:
         return self.encode(mark)[0] if mark else self.renderer.stop_ids[0]

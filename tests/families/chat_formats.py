@@ -33,6 +33,11 @@ class Family:
     """What stands before the first call of a turn without a text."""
     end: str = ""
     end_of_call: str = ""
+    unsampled_end: str = ""
+    """What the format puts behind a text that ends without its end, the first of what follows included where `end` is
+    that; "" where it is `end`."""
+    extends_over_turns: bool = True
+    """Whether what is told behind a sampled turn may hold assistant turns that were not sampled there."""
 
     def calls(self, *commands: str) -> str:
         told = (self.call.format(arguments=json.dumps({"command": one}), command=one) for one in commands)
@@ -60,6 +65,7 @@ FAMILIES = {
         before_call="\n<think></think>\n{text}",
         end="<|user|>",
         end_of_call="<|observation|>",
+        unsampled_end="<|endoftext|><|user|>",
     ),
     "gpt-oss": Family(
         "gptoss",
@@ -72,6 +78,8 @@ FAMILIES = {
         begin_call="Hm.<|end|><|start|>assistant",
         end="<|return|>",
         end_of_call="<|call|>",
+        unsampled_end="<|end|>",
+        extends_over_turns=False,
     ),
     "ChatML over bytes": Family("tiny"),
 }
