@@ -22,11 +22,11 @@ def told_apart(
     same tokens need none. A turn tells nothing of a candidate whose own tokens do not reach back to it: it was asked
     with such a turn too.
     """
-    left = list(candidates)
+    left: list[Completion] = list(candidates)
     for messages, here in steps if len(left) > 1 else ():
         for holds in (_own_ids, _own_reasoning):
-            if any(one.id in here and holds(messages, here[one.id]) for one in left):
-                left = [one for one in left if one.id not in here or holds(messages, here[one.id])]
+            told = {one.id for one in left if one.id in here and holds(messages, here[one.id])}
+            left = [one for one in left if not told or one.id in told or one.id not in here]
         if len(left) == 1:
             break
     left = _only(left, [one for one in left if one.request.thread == thread])
