@@ -105,7 +105,9 @@ class LibraryRenderer:
         tail = self._bridge(self._end_of(parent.prompt_ids), output, messages, tools)
         if tail is None and output and output[-1] in self.stop_ids:
             # the library refuses a turn that ended inside its reasoning; behind an end token nothing depends on that
+            closed = [*self.encode("</think>").tolist(), output[-1]]
             tail = self._bridge(output[-1:], output[-1:], messages, tools)
+            tail = self._bridge(output[-1:], closed, messages, tools) if tail is None else tail
         if tail is not None:
             return self.tokenizer.checked(tail)
         rewritten = self.history == "template" and any(message.role == "user" for message in new)

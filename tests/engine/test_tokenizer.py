@@ -12,7 +12,8 @@ from transformers import AutoTokenizer
 from polar_plugin.engine.tokenizer import Plain, Tokenizer, load_tokenizer, scrub
 from tests import tokenizers
 
-LOADED = {name: load_tokenizer(tokenizers.load(name)) for name in tokenizers.NAMES}
+NAMES = (*tokenizers.NAMES, *tokenizers.WITHOUT_TEMPLATE)
+LOADED = {name: load_tokenizer(tokenizers.load(name)) for name in NAMES}
 PIECES = [
     " ",
     "\n",
@@ -29,7 +30,7 @@ PIECES = [
 TEXTS = st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=20)), max_size=8).map("".join)
 
 
-@pytest.mark.parametrize("name", tokenizers.NAMES)
+@pytest.mark.parametrize("name", NAMES)
 @given(text=TEXTS)
 def test_the_ids_are_those_of_transformers(name: str, text: str) -> None:
     tokenizer = LOADED[name]
