@@ -213,7 +213,8 @@ class Oracle:
         told = keys(asked.body, reminders=True)
         moved = [one for one in self.records if begins(told, one.lasting + one.reply)]
         found = {head_changed(one.asked.head, asked.head) for one in moved if one.asked.head != asked.head}
-        if any(one.said and one.asked.head != asked.head for one in moved) and all(one.said for one in moved):
+        plain = all(one.said and not runs_on(told, len(one.lasting + one.reply)) for one in moved)
+        if plain and any(one.asked.head != asked.head for one in moved):
             return found
         names = {"", *(one.asked.thread for one in self.records if one.asked.role is not Role.SIDE)}
         if all(one.asked.head != asked.head for one in self.records) or asked.thread not in names:
@@ -309,6 +310,11 @@ def told_apart(records: list[Record], truth: Truth, thread: str) -> tuple[list[R
     if true and (certain or true.delivered):
         return [one for one in records if one.tokens == true.tokens], certain
     return records, certain
+
+
+def runs_on(told: list[Key], stop: int) -> bool:
+    """Whether nothing tells where the message that ends at `stop` ends: one of the same sort follows."""
+    return 0 < stop < len(told) and told[stop][0] == told[stop - 1][0] != "user"
 
 
 def head_changed(one: tuple[str, tuple[Tool, ...]], other: tuple[str, tuple[Tool, ...]]) -> BreakReason:
