@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 from ..errors import ConfigError
 from ..records import JSONObject, TokenIds, token_ids
 
+_SHORT, _SHORT_TEXTS = 32, 512
 _LOSSLESS = "a b .\n\n  def f(x):\n\treturn 'é' 你好 12345 😀"
 
 
@@ -99,11 +101,13 @@ class Plain:
     """A tokenizer as `renderers` needs it to make ids, and no more.
 
     Of one that tells where in the text each id begins, the library asks it for every text, to attribute ids in a way
-    that nothing here reads: that is most of the cost of a turn's new tokens.
+    that nothing here reads: that is most of the cost of a turn's new tokens. It also asks for the ids of the same few
+    pieces of its format with every turn.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._short = functools.lru_cache(_SHORT_TEXTS)(lambda text: tuple(tokenizer.encode(text)))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # `__call__` would be the offsets
@@ -113,7 +117,7 @@ class Plain:
     def encode(self, text: str, *_: Any, add_special_tokens: bool = True, **options: Any) -> list[int]:
         if add_special_tokens or options:
             return self._tokenizer.hf.encode(text, add_special_tokens=add_special_tokens, **options)
-        return self._tokenizer.encode(text)
+        return list(self._short(text)) if len(text) <= _SHORT else self._tokenizer.encode(text)
 
 
 def load_tokenizer(directory: str | Path, *, vocab_size: int | None = None, stop_ids: Sequence[int] = ()) -> Tokenizer:
