@@ -44,6 +44,16 @@ TOKENS_A_TURN = 640
 CORES = sorted(os.sched_getaffinity(0))
 
 
+def toolbox(api: str) -> list[Wire]:
+    """A dozen tools of 2 kB each."""
+    (bash,) = SPEAKERS[api].body([{"content": "", "parts": []}], 1)["tools"]
+    described = json.dumps(bash).replace("a command.", "a command; see the manual before you do. " * 45)
+    return [json.loads(described.replace('"bash"', f'"bash{number or ""}"')) for number in range(12)]
+
+
+TOOLS = {api: toolbox(api) for api in SPEAKERS}
+
+
 @dataclass
 class Talk:
     """One conversation over one API, growing turn by turn."""
@@ -71,7 +81,7 @@ class Talk:
         speaker = SPEAKERS[self.api]
         if not self.history:
             self.history += [speaker.system("You work in a shell."), speaker.user("Find out why the test fails.")]
-        body = speaker.body(self.history, 1000)
+        body = speaker.body(self.history, 1000) | {"tools": TOOLS[self.api]}
         return json.dumps(body | ({} if self.api == "google_generate" else {"stream": True})).encode()
 
     def hear(self) -> None:

@@ -89,8 +89,8 @@ class Conversation:
         sampling = self._sampling(request, len(prompt.ids))
         completion_id = self._new_id()
         generation = await self._generate(prompt, sampling, completion_id)
-        parsed = await self._parse(generation, request, prompt.ids)
         request = replace(prompt.place.request, role=prompt.place.role)
+        parsed = await self._parse(generation, request, prompt.ids)
         completion = Completion(
             id=completion_id,
             request=request,
@@ -134,6 +134,7 @@ class Conversation:
 
     async def _prompt(self, request: ChatRequest) -> Prompt:
         place = self._history.find(request)
+        request = place.request
         if (again := place.again) is not None:  # the very ids, however the harness tells the messages now
             buffer, length = self._buffers[again.id], len(again.prompt_ids)
             parent = place.parent if again.parent else None

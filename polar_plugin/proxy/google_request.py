@@ -80,7 +80,8 @@ def chat_request(incoming: Incoming, api: str) -> ChatRequest:
     """Raises BadRequest with the path of what is wrong."""
     body, path = asked(incoming)
     ignored = unread(body, _READ, "")
-    tools = functions(body, path, ignored)
+    tools, dropped = incoming.memory.once((path, "tools"), body.get("tools"), lambda: _functions(body, path))
+    ignored |= dropped
     return ChatRequest(
         messages=(*_system(body, path, ignored), *_messages(body, path, ignored, incoming.memory)),
         tools=tools,
@@ -91,6 +92,11 @@ def chat_request(incoming: Incoming, api: str) -> ChatRequest:
         api=api,
         ignored=tuple(sorted(ignored)),
     )
+
+
+def _functions(body: JSONObject, path: str) -> tuple[tuple[Tool, ...], set[str]]:
+    ignored = set[str]()
+    return functions(body, path, ignored), ignored
 
 
 def _system(body: JSONObject, path: str, ignored: set[str]) -> tuple[Message, ...]:

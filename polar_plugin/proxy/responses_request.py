@@ -53,7 +53,7 @@ def chat_request(incoming: Incoming, api: str) -> ChatRequest:
     for name in ("conversation", "prompt"):
         if body.get(name):
             raise BadRequest("nothing is stored here under an id; send the text itself as input", path=name)
-    offers = offers_of(body)
+    offers = offers_of(incoming)
     reader, messages = _read(incoming, offers)
     thread, role = _caller(incoming)
     tool_choice = choice(body, offers)
