@@ -169,7 +169,8 @@ async def one_api(api: str, kind: str, args: argparse.Namespace, table: Table) -
             again = statistics.median(rendered) if rendered else None
             table.add_row(
                 f"{kind} {api}" if kind == "ours" else kind, f"{length:,}", f"{len(body) / 1e3:,.0f}",
-                *compared(cost, same, echo), *([f"{again:.0f}", f"{again / cost.milliseconds[1]:.0f}x"] if again else []),
+                *compared(cost, same, echo),
+                *([f"{again:.0f}", f"{again / cost.milliseconds[1]:.0f}x"] if again else []),
             )  # fmt: skip
         if kind == "ours" and (anew := ours.ask("anew")) != 1:
             raise RuntimeError(f"{anew:.0f} turns of {api} were rendered anew, where the first alone should be")

@@ -218,7 +218,7 @@ class Server:
 
 @asynccontextmanager
 async def server(kind: str, args: argparse.Namespace, core: int, *, slow: bool = False) -> AsyncGenerator[Server]:
-    """"ours", "bare", "slime_openai" or "slime_anthropic", while the block runs."""
+    """ "ours", "bare", "slime_openai" or "slime_anthropic", while the block runs."""
     argv = [sys.executable, __file__, kind, "--tokenizer", str(args.tokenizer), "--core", str(core)]
     argv += ["--slime", str(args.slime)] if args.slime else []
     process = subprocess.Popen(  # noqa: ASYNC220

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar, cast
 
@@ -34,6 +34,10 @@ from .toolcalls import without_half_call
 
 T = TypeVar("T")
 _INLINE_CHARACTERS = 16_384  # about 5 ms of tokenisation: beyond it the event loop is left
+
+
+async def _at_once() -> None:
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +86,15 @@ class Conversation:
         self._history = History(delivered)
         self._buffers: dict[str, TokenBuffer] = {}
 
-    async def __call__(self, request: ChatRequest) -> Completion:
-        """Raises ContextOverflow, BadRequest (the format cannot say it) or EngineError; then nothing is kept."""
+    async def __call__(self, request: ChatRequest, ready: Callable[[], Awaitable[None]] = _at_once) -> Completion:
+        """Raises ContextOverflow, BadRequest (the format cannot say it) or EngineError; then nothing is kept.
+
+        The first two before `ready` is awaited, and nothing is sampled until it returns.
+        """
         started = self._clock()
         prompt = await self._prompt(request)
         sampling = self._sampling(request, len(prompt.ids))
+        await ready()
         completion_id = self._new_id()
         generation = await self._generate(prompt, sampling, completion_id)
         request = replace(prompt.place.request, role=prompt.place.role)

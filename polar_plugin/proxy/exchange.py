@@ -40,6 +40,26 @@ class Limits(Protocol):
     def max_body_bytes(self) -> int: ...
 
 
+class _SignsOfLife:
+    """Headers after a short grace, in which a failure still gets its own HTTP status; then comments."""
+
+    def __init__(self, request: web.Request, response: web.StreamResponse, sign: bytes, limits: Limits) -> None:
+        """`sign`: b"" for silence behind the headers."""
+        self.seconds = limits.header_grace_seconds
+        self._request, self._response, self._sign = request, response, sign
+        self._later = limits.keepalive_seconds if sign else math.inf
+
+    async def give(self) -> None:
+        self.seconds = self._later
+        try:
+            if self._response.prepared:
+                await self._response.write(self._sign)
+            else:
+                await self._response.prepare(self._request)
+        except ConnectionError:  # the server is about to cancel this exchange
+            self.seconds = math.inf
+
+
 @dataclass(slots=True)
 class Exchange:
     """The answer to one generation request of one session."""
@@ -83,8 +103,11 @@ class Exchange:
     async def _stream(self, incoming: Incoming, chat: ChatRequest) -> web.StreamResponse:
         framing = self.dialect.framing(incoming)
         response = web.StreamResponse(headers={**_STREAM_HEADERS, "Content-Type": framing.content_type})
+        signs = _SignsOfLife(self.request, response, framing.keepalive, self.limits)
         try:
-            payload = await self._generate(response, framing, incoming, chat)
+            with unexpected_as_polar_error():
+                self.completion = await self.session.turn(chat, signs)
+                payload = framing.encode(self.dialect.events(self.completion, incoming))
         except PolarError as error:
             if not response.prepared:
                 raise
@@ -94,36 +117,6 @@ class Exchange:
         await self.request.writer.drain()
         self._flushed()
         return response
-
-    async def _generate(
-        self, response: web.StreamResponse, framing: Framing, incoming: Incoming, chat: ChatRequest
-    ) -> bytes:
-        """All events of the reply. While it is generated, the connection shows signs of life."""
-        failure: PolarError | None = None
-        payload = b""
-        async with anyio.create_task_group() as group:
-            group.start_soon(self._keep_alive, response, framing.keepalive)
-            try:
-                with unexpected_as_polar_error():
-                    self.completion = await self.session.turn(chat)
-                    payload = framing.encode(self.dialect.events(self.completion, incoming))
-            except PolarError as error:  # raised again below, so that the group does not wrap it
-                failure = error
-            group.cancel_scope.cancel()
-        if failure is not None:
-            raise failure
-        return payload
-
-    async def _keep_alive(self, response: web.StreamResponse, sign: bytes) -> None:
-        """Headers after a short grace, in which a failure still gets its own HTTP status; then comments."""
-        try:
-            await anyio.sleep(self.limits.header_grace_seconds)
-            await response.prepare(self.request)
-            while sign:
-                await anyio.sleep(self.limits.keepalive_seconds)
-                await response.write(sign)
-        except ConnectionError:
-            return  # the server is about to cancel this exchange
 
     async def _open(self, response: web.StreamResponse) -> None:
         """Make sure that somebody is there. Raises ConnectionError if not.

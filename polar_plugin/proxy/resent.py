@@ -110,9 +110,7 @@ def _line(raw: bytes, found: _Found, moved: int, parsed: JSONObject, known: _Lin
     if not placed:
         return None
     end = placed[-1][1]
-    return _Line(
-        raw[:end], key, known.begin if known else begin, placed, items, raw[end:].lstrip(_SPACE), dict(parsed)
-    )
+    return _Line(raw[:end], key, known.begin if known else begin, placed, items, raw[end:].lstrip(_SPACE), dict(parsed))
 
 
 def _known(raw: bytes, line: _Line) -> int:
