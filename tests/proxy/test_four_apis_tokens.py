@@ -125,6 +125,22 @@ async def test_case_117_a_long_answer_is_clamped_to_the_context_and_a_prompt_bey
 
 @every_api
 @streamed_and_whole
+async def test_a_prompt_beyond_the_context_is_refused_by_its_status_while_turns_are_held(
+    api: WireAPI, stream: bool, tiny: Any
+) -> None:
+    """Behind headers that say 200, clients ask again for what they would compact."""
+    engine = ScriptedEngine([], tiny.tokenizer.encode, context_length=CONTEXT)
+    async with talking(tiny, engine) as (proxy, session, http):
+        with anyio.fail_after(20):
+            async with proxy.paused():
+                code, raw = await post(http, api, api.asks("x" * CONTEXT, stream=stream), api.path(stream))
+        assert code == 400
+        assert f"{CONTEXT}" in api.error(raw)["message"]
+        assert (session.in_flight, session.completions) == (0, ())
+
+
+@every_api
+@streamed_and_whole
 async def test_case_114_a_turn_cut_anywhere_in_a_call_has_no_call_and_no_empty_text(
     api: WireAPI, stream: bool, tiny: Any
 ) -> None:
