@@ -16,14 +16,17 @@ import anyio.to_thread
 from aiohttp import web
 
 from ..errors import PolarError
-from ..records import ChatRequest, Completion, Delivery
+from ..records import ChatRequest, Completion, Delivery, JSONObject
 from . import body, sse
 from .codec import Dialect, Framing, Incoming
+from .resent import Resent
 from .session import Session
 
 logger = logging.getLogger(__name__)
 
 _STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+_INLINE_BYTES = 500_000
+"""About 5 ms of reading: beyond it the event loop is left."""
 _RETRYABLE = frozenset({429, 503})
 
 
@@ -168,10 +171,16 @@ async def read(request: web.Request, limit: int, session: Session) -> Incoming:
     with unexpected_as_polar_error():
         if codings:
             raw = await anyio.to_thread.run_sync(body.decompress, raw, codings, limit)
-        parsed = session.resent.parse(raw)
+        parsed = await _parsed(session.resent, raw)
     headers = {name.lower(): value for name, value in request.headers.items()}
     query, variables = dict(request.query), dict(request.match_info)
     return Incoming(request.path, headers, query, parsed, variables, session.recall, session.memory)
+
+
+async def _parsed(resent: Resent, raw: bytes) -> JSONObject:
+    if len(raw) <= _INLINE_BYTES or resent.news(raw) <= _INLINE_BYTES:
+        return resent.parse(raw)
+    return await anyio.to_thread.run_sync(resent.parse, raw)
 
 
 def refusal(dialect: Dialect, error: PolarError) -> web.Response:
