@@ -26,6 +26,7 @@ from ..records import (
     Message,
     SamplingParams,
     TokenIds,
+    Tool,
 )
 from .base import Engine, Parsed, Renderer, Replaying
 from .buffer import TokenBuffer
@@ -33,6 +34,7 @@ from .history import History, Place
 from .toolcalls import without_half_call
 
 T = TypeVar("T")
+_SCHEMA_CHARACTERS = 500  # a guess
 _INLINE_CHARACTERS = 16_384  # about 5 ms of tokenisation: beyond it the event loop is left
 
 
@@ -166,7 +168,8 @@ class Conversation:
                 self._check(delta)
                 return place.parent, delta, None
             reason = delta
-        ids = await _cpu(lambda: renderer.render(request.messages, request.tools), _characters(request.messages))
+        size = _characters(request.messages) + _characters_of_tools(request.tools)
+        ids = await _cpu(lambda: renderer.render(request.messages, request.tools), size)
         self._check(ids)
         if place.parent is not None and extends(ids, place.parent):  # what the renderer could not tell beforehand
             return place.parent, ids[place.parent.length :], None
@@ -251,3 +254,7 @@ def _characters(messages: tuple[Message, ...]) -> int:
     calls = (call for message in messages for call in message.tool_calls)
     texts = sum(len(message.content) + len(message.reasoning) for message in messages)
     return texts + sum(len(call.arguments) for call in calls)
+
+
+def _characters_of_tools(tools: tuple[Tool, ...]) -> int:
+    return sum(len(tool.description) + _SCHEMA_CHARACTERS for tool in tools)
