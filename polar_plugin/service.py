@@ -27,7 +27,7 @@ from .merge.check import check
 from .merge.traces import counts
 from .merge.untrained import Policy as TrainingPolicy
 from .proxy.server import Proxy, ProxyConfig
-from .proxy.session import Session
+from .proxy.session import Ready, Session
 from .recording import End, Header, Recorder
 from .records import (
     Attempt,
@@ -208,8 +208,8 @@ class _Recorded:
         self._conversation = conversation
         self._recorder = recorder
 
-    async def __call__(self, request: ChatRequest) -> Completion:
-        completion = await self._conversation(request)
+    async def __call__(self, request: ChatRequest, ready: Ready) -> Completion:
+        completion = await self._conversation(request, ready)
         if not self.session.sealed:  # one that comes too late is on no ledger
             self._recorder.completion(completion)
         return completion

@@ -39,6 +39,16 @@ def test_the_ids_are_those_of_transformers(name: str, text: str) -> None:
     assert Plain(tokenizer).encode(scrub(text)) == tokenizer.hf.encode(scrub(text))
 
 
+@pytest.mark.parametrize("size", [1, 32, 33, 2000, 9000])
+def test_texts_that_are_told_again_have_the_same_ids_whatever_is_done_with_them(size: int) -> None:
+    tokenizer = LOADED["qwen3"]
+    plain, text = Plain(tokenizer), ("é<|im_end|>\n12 " * size)[:size]
+    for _ in range(4):
+        ids = plain.encode(text, add_special_tokens=False)
+        assert ids == tokenizer.encode(text)
+        ids.append(0)
+
+
 def test_what_somebody_else_set_on_the_same_tokenizer_cuts_and_pads_nothing() -> None:
     shared: Any = AutoTokenizer.from_pretrained(tokenizers.load("qwen3"))
     tokenizer = Tokenizer(shared)
