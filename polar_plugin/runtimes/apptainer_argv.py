@@ -1,8 +1,8 @@
 """Apptainer's command lines. Pure.
 
-What a program inside finds: the image, writable in one of three ways; its own /tmp, home and workspace on this machine's
-disk; its own process table; and either no network but a loopback of its own, or the host's. No capability, and none to
-be won (`--no-privs` sets no_new_privs), also where root runs us.
+What a program inside finds: the image, writable in one of three ways; its own /tmp, home and workspace on this
+machine's disk; its own process table; and either no network but a loopback of its own, or the host's. No capability,
+and none to be won (`--no-privs` sets no_new_privs), also where root runs us.
 """
 
 from __future__ import annotations

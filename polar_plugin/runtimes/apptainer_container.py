@@ -107,7 +107,7 @@ class Instance:
         if scope.cancelled_caught:
             raise SandboxError(f"the instance was not there after {START_SECONDS:.0f} s: {_text(said)}")
         try:
-            self._pid = int(pid_file.read_text())
+            self._pid = _number(pid_file)
             return os.pidfd_open(self._pid)
         except (OSError, ValueError) as error:
             raise SandboxError(f"the instance did not start (exit code {done}): {_text(said)}") from error
@@ -201,7 +201,9 @@ async def _open(argv: list[str], pass_fds: tuple[int, ...]) -> Process:
 
 async def _ended(argv: list[str], program: Program, said: int) -> int:
     """Run to the end; output goes to a file, as what stays behind keeps a pipe open."""
-    done = await anyio.run_process(argv, stdin=subprocess.DEVNULL, stdout=said, stderr=said, check=False, env=program.env)
+    done = await anyio.run_process(
+        argv, stdin=subprocess.DEVNULL, stdout=said, stderr=said, check=False, env=program.env
+    )
     return done.returncode
 
 
@@ -216,6 +218,10 @@ def kill_named(name: str) -> bool:
         if time.monotonic() > deadline:
             return False
     return True
+
+
+def _number(path: Path) -> int:
+    return int(path.read_text())
 
 
 def _text(path: Path) -> str:

@@ -39,8 +39,7 @@ async def sweep(root: Path) -> list[str]:
 
     Raises SandboxError where that fails.
     """
-    found = {path.name for path in root.glob(f"{PREFIX}.*")} | await anyio.to_thread.run_sync(_instances)
-    dead = sorted(filter(ownerless, found))
+    dead = sorted(filter(ownerless, await anyio.to_thread.run_sync(_names, root)))
     for one in dead:
         _log.warning("sandbox %s is removed: its trainer has died", one)
         await anyio.to_thread.run_sync(kill_named, one)
@@ -48,7 +47,8 @@ async def sweep(root: Path) -> list[str]:
     return dead
 
 
-def _instances() -> set[str]:
-    """Names in the titles of the processes that Apptainer keeps beside instances: "Apptainer instance: user [name]"."""
+def _names(root: Path) -> set[str]:
+    """Of directories, and in the titles of Apptainer's own processes: "Apptainer instance: user [name]"."""
     titles = (host_tree.title(pid) for pid in host_tree.named(f"[{PREFIX}."))
-    return {title.rpartition("[")[2].rstrip("]") for title in titles}
+    running = {title.rpartition("[")[2].partition("]")[0] for title in titles}
+    return running | {path.name for path in root.glob(f"{PREFIX}.*")}

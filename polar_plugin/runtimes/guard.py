@@ -3,15 +3,16 @@
 Run as `python -I -S guard.py FD`, standard library only. FD holds a JSON object:
 
     pid                 the instance's first process, as seen from here
-    listen, socket      TCP port on the instance's own 127.0.0.1 whose connections are relayed to this Unix socket; null: no relay
+    listen, socket      TCP port on the instance's own 127.0.0.1 whose connections are relayed to this Unix socket;
+                        null: no relay
     ttl                 seconds after which the instance is killed whatever happens
-    started, life       descriptors: one byte is written to the first once the port listens; the end of the second, which
-                        comes with the trainer's death at the latest, is the instance's end
+    started, life       descriptors: one byte is written to the first once the port listens; the end of the second,
+                        which comes with the trainer's death at the latest, is the instance's end
 
 Every process of the instance has ended when this one does.
-"""  # noqa: E501
+"""
 
-# ruff: noqa: PTH118, PTH120, PTH123 - as in `forward`
+# ruff: noqa: PTH100, PTH120, PTH123, E402 - `forward` is imported as the program that it is
 
 from __future__ import annotations
 

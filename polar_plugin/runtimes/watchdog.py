@@ -28,7 +28,7 @@ class MemoryWatch:
         async with anyio.create_task_group() as group:
             if self._also is not None:
                 group.start_soon(self._other, self._also, group.cancel_scope)
-            while await anyio.to_thread.run_sync(self._held) <= self._limit:
+            while await anyio.to_thread.run_sync(self._held) <= self._limit:  # noqa: ASYNC110 - no event tells
                 await anyio.sleep(_SECONDS)
             self.exceeded = True
             group.cancel_scope.cancel()
