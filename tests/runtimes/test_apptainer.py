@@ -76,7 +76,9 @@ async def test_an_agent_that_kills_all_it_can_still_reaches_the_proxy(tmp_path: 
     async with echo_on(await anyio.create_unix_listener(socket_path)):
         async with sandbox(isolation="instance", proxy=ProxyEndpoint("http://x", socket_path), root=tmp_path) as box:
             host, _, port = box.proxy_url.removeprefix("http://").partition(":")
-            await box.exec("kill -9 1; kill 1; kill -9 -1; pkill -9 -f python", timeout=30)
+            killed = await box.exec("echo kept > /kept; kill -9 1; kill 1; kill -9 -1; pkill -9 -f python", timeout=30)
+            assert killed.exit_code > 128
+            assert (await box.exec("cat /kept")).stdout == b"kept\n"
             result = await box.exec(("python3", "-c", CONNECT, host, port))
             assert result.stdout == b"got HELLO\n\n", result.text
             script = f"pkill -f python; exec python3 -c '{CONNECT.replace(chr(39), chr(34))}' {host} {port}"
@@ -171,7 +173,7 @@ async def test_an_image_that_cannot_be_run_says_what_apptainer_said(tmp_path: Pa
 
 @pytest.mark.parametrize("mode", MODES)
 async def test_processes_that_hold_too_much_memory_together_are_ended_and_it_is_told(mode: str, tmp_path: Path) -> None:
-    hungry = "python3 -c 'import time; x = bytearray(100 << 20); time.sleep(100)'"
+    hungry = 'python3 -c "import time; x = bytes(1) * (100 << 20); time.sleep(100)"'
     async with sandbox(isolation=mode, root=tmp_path, memory_mb=250) as box:
         with anyio.fail_after(60):
             result = await box.exec(f"echo begun; {hungry} & {hungry} & {hungry}")
