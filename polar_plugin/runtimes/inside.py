@@ -19,7 +19,7 @@ the death of the client is its agents' death. The last thing on stderr, written 
 the report: nonce, JSON object (code, oom, error), newline. A run without a report was ended from outside.
 """
 
-# ruff: noqa: SIM105, PTH100, PTH107, PTH108, PTH110, PTH112, PTH118, PTH120, PTH123 - each import is paid for each time
+# ruff: noqa: SIM105, PTH110, PTH112, PTH118, PTH120, PTH123 - each import is paid for each time
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ from . import archive, forward
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from typing import Any, NoReturn
 
 _SHELLS = ("/bin/bash", "/usr/bin/bash", "/bin/sh", "/system/bin/sh")

@@ -1,0 +1,13 @@
+"""Tests that need Apptainer say so where it is missing."""
+
+from __future__ import annotations
+
+import pytest
+
+from . import apptainer
+
+
+@pytest.fixture(autouse=True)
+def _apptainer_is_there(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("apptainer") and (reason := apptainer.missing()):
+        pytest.skip(reason)
