@@ -102,11 +102,14 @@ class DockerRuntime:
         try:
             if self._asked:
                 await self._remove(engine)
+                self._asked = False
         finally:
             for execution in tuple(self._running):
                 execution.scope.cancel()
                 await execution.ended.wait()
-            await engine.close()
+            if not self._asked:
+                self._engine = None
+                await engine.close()
 
     def _take(self, config: Mapping[str, Any]) -> None:
         """What the image says where the task says nothing."""

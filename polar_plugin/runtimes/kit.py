@@ -105,7 +105,8 @@ def _copy_interpreter(new: Path) -> str | None:
     argv = [str(python()), "-I", "-S", "-c", _DISCOVER, str(new / _STDLIB)]
     told = subprocess.run(argv, check=True, capture_output=True, env={}).stdout
     modules, mapped = (list(map(Path, found)) for found in json.loads(told))
-    _copy(python(), new / "bin" / "supervisor")
+    _copy(python(), new / "bin" / "python")
+    (new / "bin" / "supervisor").hardlink_to(new / "bin" / "python")  # many a program kills what is called python
     own = Path(sysconfig.get_path("stdlib")).resolve()
     for module in modules:
         if module.suffix == ".so":
