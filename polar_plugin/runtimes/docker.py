@@ -32,6 +32,7 @@ from .base import ExecResult, ProxyEndpoint, Watch
 from .docker_container import DEFAULT_HOME, DEFAULT_WORKDIR, KIT, PROXY_PORT, Plan, check, options
 from .docker_engine import EXECS, STARTS, Engine, Missing
 from .docker_exec import Conversation
+from .docker_sweep import living, sweep_once
 from .owner import LABEL, mine
 from .process import KILL_GRACE
 from .staging import staged
@@ -84,6 +85,7 @@ class DockerRuntime:
         self._engine = engine = Engine(self._options.url, seconds=self._options.start_seconds)
         if not engine.local:
             _check_remote(self._spec)
+        await sweep_once(self._options.url)
         self._kit = await anyio.to_thread.run_sync(kit.installed)
         image = await engine.image(str(self._spec.image), pull=self._options.pull, auth=self._options.auth)
         self._take(image.get("Config") or {})
@@ -103,13 +105,13 @@ class DockerRuntime:
             if self._asked:
                 await self._remove(engine)
                 self._asked = False
+                living.discard((self._options.url, self._name))
         finally:
             for execution in tuple(self._running):
                 execution.scope.cancel()
                 await execution.ended.wait()
-            if not self._asked:
-                self._engine = None
-                await engine.close()
+            await engine.close()
+            self._engine = Engine(self._options.url) if self._asked else None  # it failed, and may be tried again
 
     def _take(self, config: Mapping[str, Any]) -> None:
         """What the image says where the task says nothing."""
@@ -131,6 +133,7 @@ class DockerRuntime:
         """Shielded: whoever is cancelled here still learns what to remove."""
         plan = Plan(self._spec, self._options, self._its(self._kit), self._relayed(), self.workdir, self._labels)
         self._asked = True
+        living.add((self._options.url, self._name))
         with anyio.CancelScope(shield=True):
             await engine.create(self._name, plan.config())
         self._made = True
@@ -229,29 +232,31 @@ class DockerRuntime:
         send, receive = anyio.create_memory_object_stream[bytes](16)
         reader = _Reader(receive)
         work = partial(archive.unpack, reader.read, str(place), limit=self._options.download_bytes)
-        problem: list[Exception] = []
+        problem: list[SandboxError] = []
 
         async def take_apart() -> None:
             with receive:
                 try:
                     await anyio.to_thread.run_sync(work)
                 except (OSError, ValueError) as error:
-                    problem.append(error)
+                    problem.append(SandboxError(f"cannot {told}: {error}"))
 
         async def put(piece: bytes) -> None:
             try:
                 await send.send(piece)
-            except anyio.BrokenResourceError:
-                raise SandboxError(f"cannot {told}: {problem[0] if problem else 'nobody reads'}") from None
+            except anyio.BrokenResourceError as error:
+                raise SandboxError(f"cannot {told}: nobody reads it any more") from error
 
         async with anyio.create_task_group() as group:
             group.start_soon(take_apart)
             try:
                 await self._work(order, sink=put, told=told)
+            except SandboxError as error:
+                problem.append(error)
             finally:
                 send.close()
         if problem:
-            raise SandboxError(f"cannot {told}: {problem[0]}") from problem[0]
+            raise _plainest(problem)
 
     # --- one command --------------------------------------------------------------------------------------------------
 
@@ -398,6 +403,11 @@ class _Reader:
                 return b""
         piece, self._held = self._held[:size], self._held[size:]
         return piece
+
+
+def _plainest(problems: Sequence[SandboxError]) -> SandboxError:
+    """Where one side failed the other does too: a stream that broke off is the lesser news."""
+    return next((error for error in problems if "no whole archive" not in str(error)), problems[0])
 
 
 async def _pieces(data: bytes) -> AsyncIterator[bytes]:

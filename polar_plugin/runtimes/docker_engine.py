@@ -96,6 +96,14 @@ class Engine:
         """Kill and remove it, with its anonymous volumes. Raises Missing."""
         await self.call("remove the container", lambda: self._container(name).delete(force=True, v=True))
 
+    async def delete_network(self, name: str) -> None:
+        """Raises Missing."""
+
+        async def ask() -> None:
+            await (await self.docker.networks.get(name)).delete()
+
+        await self.call("remove a network", ask)
+
     async def logs(self, name: str) -> str:
         return "".join(await self.call("read logs", lambda: self._container(name).log(stdout=True, stderr=True)))
 

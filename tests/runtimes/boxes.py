@@ -42,13 +42,18 @@ async def sandbox(
         spec = {"image": engines.IMAGE, **spec}
     else:
         kwargs = {"isolation": isolation, **kwargs}
-    runtime = factory(RuntimeSpec(kwargs=kwargs, **spec), proxy=proxy, labels={"session": "test"})
+    runtime = factory(RuntimeSpec(kwargs=kwargs, **spec), proxy=proxy, labels={"session": str(root or "test")})
     try:
         await runtime.start()
         yield runtime
     finally:
         with anyio.CancelScope(shield=True):
             await runtime.stop()
+
+
+def remains(isolation: str, root: Path) -> list[Any]:
+    """What there is of sandboxes that were opened with this `root`."""
+    return engines.containers(f"polar.session={root}") if isolation == "docker" else list(root.iterdir())
 
 
 def processes_with(marker: str) -> list[int]:
