@@ -261,6 +261,15 @@ async def test_stop_removes_everything_twice_is_fine_and_then_nothing_runs(isola
             await box.exec("true")
 
 
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+@pytest.mark.parametrize("delay", [0.0, 0.02, 0.1, 0.3])
+async def test_cancelling_a_start_leaves_nothing(isolation: str, delay: float, tmp_path: Path) -> None:
+    with anyio.move_on_after(delay):
+        async with sandbox(isolation=isolation, root=tmp_path):
+            await anyio.sleep_forever()
+    assert remains(isolation, tmp_path) == []
+
+
 async def test_stop_before_start_is_fine_and_no_command_runs_before_start() -> None:
     from polar_plugin.records import RuntimeSpec
 
@@ -310,7 +319,7 @@ async def test_a_tree_goes_in_and_comes_out_the_same(box: Runtime, tmp_path: Pat
 
 
 async def test_large_files_go_both_ways(box: Runtime, tmp_path: Path) -> None:
-    content = os.urandom(1 << 20) * 50
+    content = os.urandom(1 << 20) * 100
     await box.upload(content, "large")
     await box.download("large", tmp_path / "large")
     assert (tmp_path / "large").read_bytes() == content

@@ -91,7 +91,9 @@ async def test_a_killed_trainers_commands_end_at_once_though_its_containers_stay
     session = secrets.token_hex(8)
     process = trainer(session, 1)
     (name,) = containers(f"polar.session={session}")
-    assert "sleep" in docker("top", name)
+    with anyio.fail_after(20):
+        while "sleep" not in docker("top", name):
+            await anyio.sleep(0.05)
     end(process, signal.SIGKILL)
     with anyio.fail_after(20):
         while "sleep" in docker("top", name):
@@ -104,8 +106,8 @@ def test_an_owner_is_dead_only_where_that_can_be_seen() -> None:
     boot, namespace, pid, started = mine().split(":")
     assert life(mine()) is Life.ALIVE
     assert life(f"{boot}:{namespace}:{pid}:1") is Life.DEAD, "the process id is another's now"
-    child = subprocess.Popen(["true"])
-    child.wait()
+    with subprocess.Popen(["true"]) as child:
+        child.wait()
     assert life(f"{boot}:{namespace}:{child.pid}:{started}") is Life.DEAD
     assert life(f"{boot}:1:{pid}:1") is Life.UNKNOWN
     assert life(f"another-boot:{namespace}:{pid}:{started}") is Life.UNKNOWN
