@@ -7,7 +7,7 @@ TORCH := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo torch || echo tor
 
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: system setup quickstart test fuzz property test-sglang test-cli test-clis test-slime test-vllm check clean
+.PHONY: system setup quickstart test fuzz property test-sglang test-cli test-clis test-docker test-slime test-vllm check clean
 
 # Sandboxes need bubblewrap, grading git and patch, tests npm; only what is missing is installed.
 system:
@@ -48,6 +48,11 @@ test-clis: setup
 	$(BIN)/python -m tests.cli.install
 	$(BIN)/python -m pytest -m cli --conformance
 	$(BIN)/python -m tests.cli.conformance
+
+# Installs and starts an engine where none answers, and fails where that cannot be.
+test-docker: setup
+	tests/runtimes/docker.sh
+	$(BIN)/python -m pytest -m docker
 
 test-slime: setup
 	$(BIN)/python -m pytest -m slime

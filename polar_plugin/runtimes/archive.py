@@ -95,18 +95,13 @@ class _Source:
         self._read, self._left = read, limit
 
     def read(self, size: int) -> bytes:
-        pieces: list[bytes] = []
-        while size and (piece := self._read(size)):
-            pieces.append(piece)
-            size -= len(piece)
-            self._spend(len(piece))
-        return b"".join(pieces)
-
-    def _spend(self, count: int) -> None:
+        """What there is: waiting for more than the archive has would be for ever, as its sender waits for us."""
+        piece = self._read(size)
         if self._left is not None:
-            self._left -= count
+            self._left -= len(piece)
             if self._left < 0:
                 raise ValueError("it is larger than allowed")
+        return piece
 
 
 def unpack(read: Callable[[int], bytes], target: str, *, limit: int | None = None) -> None:

@@ -52,7 +52,7 @@ class Kit:
     def argv(self, place: str, *arguments: str) -> list[str]:
         """The command line that runs a program of `inside`, where the kit is mounted at `place`."""
         loaded = [f"{place}/{self.loader}", "--library-path", f"{place}/libraries"] if self.loader else []
-        return [*loaded, f"{place}/bin/python", "-I", "-S", "-X", "utf8", "-c", _ENTRY, *arguments]
+        return [*loaded, f"{place}/bin/supervisor", "-I", "-S", "-X", "utf8", "-c", _ENTRY, *arguments]
 
 
 @cache
@@ -106,6 +106,7 @@ def _copy_interpreter(new: Path) -> str | None:
     told = subprocess.run(argv, check=True, capture_output=True, env={}).stdout
     modules, mapped = (list(map(Path, found)) for found in json.loads(told))
     _copy(python(), new / "bin" / "python")
+    (new / "bin" / "supervisor").hardlink_to(new / "bin" / "python")  # many a program kills what is called python
     own = Path(sysconfig.get_path("stdlib")).resolve()
     for module in modules:
         if module.suffix == ".so":

@@ -16,7 +16,7 @@ from polar_plugin.errors import SandboxError
 from polar_plugin.runtimes.base import Runtime
 from polar_plugin.runtimes.local import LocalRuntime
 
-from .boxes import ISOLATIONS, processes_with, sandbox
+from .boxes import ISOLATIONS, processes_with, remains, sandbox
 
 pytestmark = pytest.mark.anyio
 
@@ -253,12 +253,21 @@ async def test_an_image_is_copied_and_never_written(isolation: str, tmp_path: Pa
 async def test_stop_removes_everything_twice_is_fine_and_then_nothing_runs(isolation: str, tmp_path: Path) -> None:
     async with sandbox(isolation=isolation, root=tmp_path) as box:
         await box.exec("mkdir -p locked/in && touch locked/in/f && chmod 000 locked/in locked")
-        assert len(list(tmp_path.iterdir())) == 1
+        assert len(remains(isolation, tmp_path)) == 1
         await box.stop()
-        assert list(tmp_path.iterdir()) == []
+        assert remains(isolation, tmp_path) == []
         await box.stop()
         with pytest.raises(SandboxError, match="stopped"):
             await box.exec("true")
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+@pytest.mark.parametrize("delay", [0.0, 0.02, 0.1, 0.3])
+async def test_cancelling_a_start_leaves_nothing(isolation: str, delay: float, tmp_path: Path) -> None:
+    with anyio.move_on_after(delay):
+        async with sandbox(isolation=isolation, root=tmp_path):
+            await anyio.sleep_forever()
+    assert remains(isolation, tmp_path) == []
 
 
 async def test_stop_before_start_is_fine_and_no_command_runs_before_start() -> None:
@@ -310,7 +319,7 @@ async def test_a_tree_goes_in_and_comes_out_the_same(box: Runtime, tmp_path: Pat
 
 
 async def test_large_files_go_both_ways(box: Runtime, tmp_path: Path) -> None:
-    content = os.urandom(1 << 20) * 50
+    content = os.urandom(1 << 20) * 100
     await box.upload(content, "large")
     await box.download("large", tmp_path / "large")
     assert (tmp_path / "large").read_bytes() == content
