@@ -98,7 +98,8 @@ def install(
 
     for one in [harness_root.wanted(name) for name in names]:
         if not one.tested:
-            told = f"{one.harness} {one.version} is untested; its preset was run with {harness_root.tested(one.harness)[1]}"
+            newest = harness_root.tested(one.harness)[1]
+            told = f"{one.harness} {one.version} is untested; its preset was run with {newest}"
             Console(stderr=True).print(f"[yellow]warn[/] {escape(told)}", highlight=False)
         typer.echo(harness_root.install(one, root))
     return 0

@@ -69,7 +69,7 @@ class PrepareAction:
 
 @dataclass(frozen=True, slots=True)
 class RuntimeSpec:
-    """Where an agent runs. `backend` is a registered name or "pkg.mod:Class"; `import_path`, where given, replaces it."""
+    """Where an agent runs. `backend` is a registered name or "pkg.mod:Class"; `import_path`, if given, replaces it."""
 
     __pydantic_config__: ClassVar[Mapping[str, Any]] = _FORBID
     backend: str = "local"

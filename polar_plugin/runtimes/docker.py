@@ -12,9 +12,8 @@ closed to it. Disk space is the engine's to bound. Files go in and out with the 
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from collections.abc import Generator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -58,7 +57,7 @@ class DockerRuntime:
         self, spec: RuntimeSpec, *, proxy: ProxyEndpoint | None, labels: Mapping[str, str], **given: Any
     ) -> None:
         """`given` go before `spec.kwargs`. Raises ConfigError."""
-        self._options = options({**spec.kwargs, **given})
+        self._options = options({"harness_root": spec.harness_root, **spec.kwargs, **given})
         check(spec, proxy)
         self._spec, self._proxy = spec, proxy
         self._labels = {LABEL: mine(), **{f"polar.{name}": value for name, value in labels.items()}}
@@ -355,7 +354,9 @@ class DockerRuntime:
                     return int(found["ExitCode"])
                 await anyio.sleep(0.05)
         await self._give_up("the engine's connection was lost, and the command did not end by itself")
-        raise SandboxError("the connection to the engine was lost while a command ran; it was killed and is not run again")
+        raise SandboxError(
+            "the connection to the engine was lost while a command ran; it was killed and is not run again"
+        )
 
     async def _cleared(self, engine: Engine) -> None:
         """After a supervisor's death: have the first process kill what it had watched over."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import random
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from collections.abc import AsyncGenerator
 from typing import Any, TypeVar
 
 import aiohttp
@@ -27,7 +26,16 @@ _TRIES = 4
 _PULL_TRIES = 5
 _CANNOT_CONNECT = 900
 _AGAIN = frozenset({_CANNOT_CONNECT, 429, 500, 502, 503, 504})
-_NEVER_AGAIN = ("no space left", "oci runtime", "no such", "not found", "denied", "unauthorized", "read-only", "bind source")
+_NEVER_AGAIN = (
+    "no space left",
+    "oci runtime",
+    "no such",
+    "not found",
+    "denied",
+    "unauthorized",
+    "read-only",
+    "bind source",
+)
 
 _limits: anyio.lowlevel.RunVar[dict[tuple[str, str], anyio.CapacityLimiter]] = anyio.lowlevel.RunVar("docker_limits")
 _pulls: anyio.lowlevel.RunVar[dict[str, anyio.Lock]] = anyio.lowlevel.RunVar("docker_pulls")
@@ -200,7 +208,9 @@ def _is_final(error: DockerError) -> bool:
 def _worth_another_pull(error: Exception) -> bool:
     """Whether it may be the network, or a limit on how often one may ask."""
     told = _told(error).lower()
-    if any(reason in told for reason in ("toomanyrequests", "429", "timeout", "timed out", "reset", "eof", "503", "502")):
+    if any(
+        reason in told for reason in ("toomanyrequests", "429", "timeout", "timed out", "reset", "eof", "503", "502")
+    ):
         return True
     return isinstance(error, DockerError) and error.status in _AGAIN and not _is_final(error)
 
