@@ -7,7 +7,7 @@ TORCH := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo torch || echo tor
 
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: system setup quickstart test fuzz property test-sglang test-cli test-clis test-slime test-vllm check clean
+.PHONY: system setup quickstart test fuzz property test-sglang test-cli test-clis test-docker test-apptainer test-slime test-vllm check clean
 
 # Sandboxes need bubblewrap, grading git and patch, tests npm; only what is missing is installed.
 system:
@@ -28,7 +28,7 @@ quickstart: setup
 	$(BIN)/polar-plugin quickstart --out out
 
 test: setup
-	$(BIN)/python -m pytest -m "not sglang and not cli and not slime"
+	$(BIN)/python -m pytest -m "not sglang and not cli and not slime and not apptainer"
 
 # 100 000 mutated requests of each model API; `make test` has 1 500 of them.
 fuzz: setup
@@ -46,6 +46,17 @@ test-clis: setup
 	$(BIN)/python -m tests.cli.install
 	$(BIN)/python -m pytest -m cli --conformance
 	$(BIN)/python -m tests.cli.conformance
+
+# Installs and starts an engine where none answers, and fails where that cannot be.
+test-docker: setup
+	tests/runtimes/docker.sh
+	$(BIN)/python -m pytest -m docker
+
+# Installs Apptainer into .cache, and an image by debootstrap.
+test-apptainer: setup
+	tests/runtimes/apptainer.sh
+	$(BIN)/python -m tests.cli.install pi
+	$(BIN)/python -m pytest -m apptainer
 
 test-slime: setup
 	$(BIN)/python -m pytest -m slime

@@ -16,6 +16,8 @@ ENGINES: Mapping[str, str] = {
 }
 RUNTIMES: Mapping[str, str] = {
     "local": "polar_plugin.runtimes.local:LocalRuntime",
+    "docker": "polar_plugin.runtimes.docker:DockerRuntime",
+    "apptainer": "polar_plugin.runtimes.apptainer:ApptainerRuntime",
 }
 HARNESSES: Mapping[str, str] = {
     "shell": "polar_plugin.harnesses.shell:Shell",

@@ -22,6 +22,7 @@ from .engine.turn import Conversation, Policy
 from .errors import ConfigError
 from .evaluators.base import Evaluator
 from .harnesses.base import Harness, LaunchContext
+from .harnesses.packages import PACKAGES
 from .merge.builders import Builder
 from .merge.check import check
 from .merge.traces import counts
@@ -30,6 +31,7 @@ from .proxy.server import Proxy, ProxyConfig
 from .proxy.session import Ready, Session
 from .recording import End, Header, Recorder
 from .records import (
+    AgentSpec,
     Attempt,
     ChatRequest,
     Completion,
@@ -143,13 +145,16 @@ class RolloutService:
         spec = attempt.task.runtime
         if purpose == "evaluation":
             spec = replace(spec, network="none")
-        factory = plugins.resolve(spec.backend, plugins.RUNTIMES, "runtime")
-        labels = {"session": attempt.session_id, "purpose": purpose}
-        return cast("Runtime", factory(spec, proxy=self.proxy.endpoint, labels=labels))
+        config = {
+            "spec": spec,
+            "proxy": self.proxy.endpoint,
+            "labels": {"session": attempt.session_id, "purpose": purpose},
+        }
+        return cast("Runtime", plugins.create(spec.plugin, plugins.RUNTIMES, "runtime", config))
 
     def _launch_context(self, attempt: Attempt, runtime: Runtime, key: str) -> LaunchContext:
         return LaunchContext(
-            agent=attempt.task.agent,
+            agent=_with_root(attempt.task.agent, attempt.task.runtime.harness_root),
             instruction=attempt.task.instruction,
             base_url=runtime.proxy_url,
             session_key=key,
@@ -166,6 +171,13 @@ class RolloutService:
         if not every or self._resolved % every:
             return None
         return functools.partial(check, policy=policy, decode=self.policy.renderer.decode)
+
+
+def _with_root(agent: AgentSpec, root: str | None) -> AgentSpec:
+    """The preset's program is in the harness root, where it says nothing else."""
+    if root is None or agent.harness not in PACKAGES or "root" in agent.settings:
+        return agent
+    return replace(agent, settings={**agent.settings, "root": f"{root}/{agent.harness}"})
 
 
 class Ledger:

@@ -7,6 +7,8 @@ Run inside as `python -I -S forward.py FD`, standard library only, Python >= 3.8
     limits             {"data": bytes, "nproc": count}, as RLIMIT_*
     started            descriptor that gets one byte once the command has been forked
     own_tree           true outside a PID namespace: kill all descendants at the end, on SIGTERM, and if the parent dies
+    life               descriptor whose end is the end of the command and all its descendants, as SIGTERM and the
+                       parent's death then are not; null: none
 
 As PID 1 of its namespace it cannot be killed from inside, and the kernel ends the others when it ends. The port listens
 before the command starts. Exit codes are the shell's: 128 + n for signal n, 127 not found, 126 not startable.
@@ -40,12 +42,15 @@ def main() -> NoReturn:
     os.set_inheritable(started, False)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if start["own_tree"]:
-        adopt_descendants()
+        adopt_descendants(tell=start["life"] is None)
+    if start["life"] is not None:
+        os.set_inheritable(start["life"], False)
     listener = None if start["listen"] is None else listening(start["listen"])
     child = spawn(start)
+    if start["life"] is not None:
+        threading.Thread(target=end_with, args=(start["life"],), daemon=True).start()
     if listener is not None:
         threading.Thread(target=accept, args=(listener, start["socket"]), daemon=True).start()
-    os.write(started, b"1")
     code = wait(child)
     if start["own_tree"]:
         kill_descendants()
@@ -61,6 +66,7 @@ def spawn(start: dict[str, Any]) -> int:
         return pid
     code = 126
     try:
+        os.write(start["started"], b"1")  # by the child: it may kill us as the first thing it does
         os.setsid()
         for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
@@ -91,7 +97,11 @@ def report(text: str) -> None:
 def wait(child: int) -> int:
     """Reap whatever ends until the command does; its exit code."""
     while True:
-        pid, status = os.wait()
+        try:
+            pid, status = os.wait()
+        except ChildProcessError:  # `end_with` was faster
+            signal.pause()
+            continue
         if pid == child:
             return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
@@ -149,15 +159,19 @@ def copy(source: socket.socket, sink: socket.socket) -> None:
 # --- without a PID namespace -----------------------------------------------------------------------------------------
 
 
-def adopt_descendants() -> None:
-    """Orphans become our children, so none escapes `kill_descendants`; a dead parent is a SIGTERM."""
+def adopt_descendants(*, tell: bool) -> None:
+    """Orphans become our children, so none escapes `kill_descendants`; a dead parent is a SIGTERM where `tell` says so.
+
+    Else nothing inside ends us by SIGTERM: programs kill what has "python" in its name more often than one thinks.
+    """
     import ctypes
 
     set_parent_death_signal, set_child_subreaper = 1, 36
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(set_child_subreaper, 1, 0, 0, 0)
-    libc.prctl(set_parent_death_signal, int(signal.SIGTERM), 0, 0, 0)
-    signal.signal(signal.SIGTERM, on_terminate)
+    if tell:
+        libc.prctl(set_parent_death_signal, int(signal.SIGTERM), 0, 0, 0)
+    signal.signal(signal.SIGTERM, on_terminate if tell else signal.SIG_IGN)
 
 
 def on_terminate(number: int, frame: object) -> None:
@@ -166,19 +180,35 @@ def on_terminate(number: int, frame: object) -> None:
     os._exit(128 + number)
 
 
+def end_with(life: int) -> None:
+    os.read(life, 1)
+    if os.getpid() != 1:
+        kill_descendants()
+    os._exit(137)
+
+
 def kill_descendants() -> None:
+    """They are stopped first: what is stopped cannot fork faster than it is killed."""
     while True:
-        for pid in descendants():
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+        stopped: set[int] = set()
+        while new := set(descendants()) - stopped:
+            signal_all(new, signal.SIGSTOP)
+            stopped |= new
+        signal_all(stopped, signal.SIGKILL)
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         except ChildProcessError:
             return
         time.sleep(0.002)
+
+
+def signal_all(pids: set[int], number: int) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except (ProcessLookupError, PermissionError):
+            pass
 
 
 def descendants() -> Iterator[int]:

@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
@@ -80,6 +80,37 @@ async def run_isolated(
         return _proven(await run(command, stdin=stdin, timeout=timeout, limit=limit, watch=watch), started)
 
 
+async def run_contained(
+    start: Start,
+    enter: Sequence[str],
+    supervisor: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    stdin: bytes,
+    timeout: float | None,
+    limit: int,
+    watch: Watch | None = None,
+    told_pid: Callable[[int], object] = id,
+) -> ExecResult:
+    """Run in a container that `enter`, a program started with `env`, leads into; descriptors pass through it.
+
+    `supervisor` is the command line, inside, of `forward`. It hears of the end by a pipe that nobody inside can cut.
+    `told_pid` is told which process of this machine all others of the command descend from.
+    Raises SandboxError, with what `enter` said, where the command was never started.
+    """
+    with contextlib.ExitStack() as stack:
+        started, begin, life = _Pipe(stack), _memory_file(stack), _Lifeline(stack)
+        _write(begin, start, started, life)
+
+        def kill(process: Process) -> None:
+            if not life.cut():
+                process.kill()
+
+        argv = [*enter, *supervisor, str(begin)]
+        command = Command(argv, env, (started.inlet, begin, life.outlet), kill, told_pid)
+        return _proven(await run(command, stdin=stdin, timeout=timeout, limit=limit, watch=watch), started)
+
+
 async def run_plain(
     start: Start, *, stdin: bytes, timeout: float | None, limit: int, watch: Watch | None = None
 ) -> ExecResult:
@@ -122,13 +153,31 @@ class _Pipe:
         return self._seen
 
 
+class _Lifeline:
+    """A pipe that ends for a child when it is cut here, or this process dies."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self.outlet, self._inlet = os.pipe()
+        self._held = True
+        stack.callback(os.close, self.outlet)
+        stack.callback(self.cut)
+
+    def cut(self) -> bool:
+        """Whether it was whole."""
+        held, self._held = self._held, False
+        if held:
+            os.close(self._inlet)
+        return held
+
+
 def _memory_file(stack: contextlib.ExitStack) -> int:
     fd = os.memfd_create("start")
     stack.callback(os.close, fd)
     return fd
 
 
-def _write(fd: int, start: Start, started: _Pipe) -> None:
+def _write(fd: int, start: Start, started: _Pipe, life: _Lifeline | None = None) -> None:
+    told = {**asdict(start), "started": started.inlet, "life": life and life.outlet}
     with open(fd, "wb", closefd=False) as stream:
-        stream.write(json.dumps({**asdict(start), "started": started.inlet}).encode())
+        stream.write(json.dumps(told).encode())
     os.lseek(fd, 0, os.SEEK_SET)

@@ -1,0 +1,27 @@
+"""Where something is put together before it takes its place."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from .trees import copy_tree, remove_tree
+
+
+@asynccontextmanager
+async def staged(target: Path) -> AsyncGenerator[Path]:
+    """A place of nobody else's, whose content goes to `target` where the block ends well: over what is there."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    directory = Path(tempfile.mkdtemp(prefix=".polar-", dir=target.parent))
+    try:
+        place = directory / "content"
+        yield place
+        if os.path.lexists(target):
+            await copy_tree(place, target)
+        else:
+            place.rename(target)
+    finally:
+        await remove_tree(directory)
