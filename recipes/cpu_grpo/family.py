@@ -16,9 +16,9 @@ from typing import Any
 
 FILES = ("amber", "black", "coral", "green", "ivory", "olive", "pearl", "white")
 DIGITS = 4
-READS_WELL = 0.45
+READS_WELL = 0.55
 """How often the demonstrator reads the file that is named, else another one."""
-WRITES_WELL = 0.45
+WRITES_WELL = 0.6
 """How often it then writes the number it has read, else one that it makes up."""
 COMPACT = 0.3
 """How often it spells a call without spaces, as a model may and a chat template does not."""

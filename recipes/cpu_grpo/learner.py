@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from polar_plugin import slime_rollout
+from polar_plugin.slime_types import SampleLike
 
 EPS_CLIP = 0.2
 EPS_CLIP_HIGH = 0.28
+GRADIENT_NORM = 0.3
 
 
 @dataclass(frozen=True)
@@ -36,15 +38,16 @@ class Step:
 class Policy:
     """The model that is trained, apart from the engine's copy of it, and its optimiser. Mutable."""
 
-    def __init__(self, model: Any, pad: int, learning_rate: float) -> None:
+    def __init__(self, model: Any, learning_rate: float, steps: int) -> None:
+        """The learning rate falls to a tenth over `steps` optimiser steps."""
         self.model = model
-        self._pad = pad
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
+        self._schedule = torch.optim.lr_scheduler.LinearLR(self._optimizer, 1.0, 0.1, steps)
 
     def logits(self, rows: Sequence[Sequence[int]]) -> Iterator[Tensor]:
         """float32 [len(row), vocab] for each row of token ids; rows share one padded batch."""
         size = max(len(row) for row in rows)
-        ids = torch.tensor([[*row, *[self._pad] * (size - len(row))] for row in rows])
+        ids = torch.tensor([[*row, *[0] * (size - len(row))] for row in rows])  # causal: nothing sees what is behind it
         logits = self.model(input_ids=ids, use_cache=False).logits
         for row, one in zip(rows, logits, strict=True):
             yield one[: len(row)]
@@ -52,8 +55,9 @@ class Policy:
     def update(self, loss: Tensor) -> None:
         self._optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), GRADIENT_NORM)
         self._optimizer.step()
+        self._schedule.step()
 
     def state(self) -> dict[str, Tensor]:
         """Weights as the engine takes them: a copy."""
@@ -63,7 +67,8 @@ class Policy:
 class Learner:
     """The trainer of this recipe; `slime_code.SlimeLearner` does the same with slime's own code."""
 
-    name = "the recipe's own trainer"
+    name = "recipe"
+    sample = SampleLike
 
     def __init__(self, args: Any, policy: Policy) -> None:
         self._args = args
@@ -89,7 +94,11 @@ class Learner:
         trained = dict.fromkeys(sessions, 0)
         for sample, _ in pairs:
             trained[sample.rollout_id] += sum(mask_of(sample))
-        terms = [term.sum() / trained[sample.rollout_id] for (_, term), (sample, _) in zip(self._terms(pairs), pairs, strict=True) if len(term)]
+        terms = [
+            term.sum() / trained[sample.rollout_id]
+            for (_, term), (sample, _) in zip(self._terms(pairs), pairs, strict=True)
+            if len(term)
+        ]
         return torch.stack(terms).sum() / len(sessions)
 
     def _terms(self, pairs: Sequence[tuple[Any, float]]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -7,7 +7,6 @@ by token, is the frame into which demonstrations are put. So any harness will do
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,13 +27,14 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from polar_plugin.engine.tiny import CHAT_TEMPLATE, MARKS, SPECIAL
 
 IGNORED = -100
+LEARNING_RATE = 3e-3
 VOCABULARY = 2048
 CAREFUL = 0.7
 
 
 @dataclass(frozen=True)
 class Frame:
-    """One session of the harness as text: (whether the model said it, what) in order. The model's end with <|im_end|>."""
+    """One session of the harness as text, in order: (whether the model said it, what), with the marks that end turns."""
 
     pieces: tuple[tuple[bool, str], ...]
 
@@ -63,7 +63,9 @@ def make_tokenizer(frame: Frame) -> PreTrainedTokenizerFast:
     text = ["".join(piece for _, piece in frame.filled(one)) for one in sessions]
     for mark in (*SPECIAL, *MARKS):
         text = [part for whole in text for part in whole.split(mark)]
-    trainer = BpeTrainer(vocab_size=VOCABULARY, min_frequency=20, show_progress=False, initial_alphabet=ByteLevel.alphabet())
+    trainer = BpeTrainer(
+        vocab_size=VOCABULARY, min_frequency=20, show_progress=False, initial_alphabet=ByteLevel.alphabet()
+    )
     core.train_from_iterator(text, trainer)
     core.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in SPECIAL])
     core.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in MARKS])
@@ -101,8 +103,8 @@ def pretrain(
 ) -> list[float]:
     """Supervised steps over fresh demonstrations, on what the model says alone; the loss of each step."""
     first, then = family.demonstrations(seed, careful=True), family.demonstrations(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps, pct_start=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps, pct_start=0.1)
     losses: list[float] = []
     for step in range(steps):
         shown = itertools.islice(first if step < steps * CAREFUL else then, 32)

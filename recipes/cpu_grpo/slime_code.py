@@ -70,7 +70,7 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 class SlimeLearner:
     """As `learner.Learner`, by the code of the slime checkout at `home`."""
 
-    name = "slime's own code"
+    name = "slime"
 
     def __init__(self, args: Any, policy: Policy, home: str) -> None:
         if not any(isinstance(finder, _StandIns) for finder in sys.meta_path):
@@ -116,7 +116,14 @@ class SlimeLearner:
 
     def _term(self, data: Any, chosen: Sequence[int], batches: int, size: int) -> tuple[Tensor, dict[str, float]]:
         """slime's loss of one micro-batch, scaled as it is for Megatron, which takes the mean over micro-batches."""
-        keys = ("advantages", "rollout_log_probs", "loss_masks", "response_lengths", "total_lengths", "rollout_mask_sums")
+        keys = (
+            "advantages",
+            "rollout_log_probs",
+            "loss_masks",
+            "response_lengths",
+            "total_lengths",
+            "rollout_mask_sums",
+        )
         batch = {key: [data[key][i] for i in chosen] for key in keys}
         batch["unconcat_tokens"] = [data["tokens"][i] for i in chosen]
         batch["rollout_mask_sums"] = torch.as_tensor(batch["rollout_mask_sums"], dtype=torch.float32)

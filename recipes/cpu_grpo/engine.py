@@ -1,12 +1,11 @@
-"""The ablation `rerender`: each turn is sampled behind the history as the chat template spells it anew.
-
-So do systems that send messages, not tokens. What was sampled is put back into the trace afterwards, so the recorded
-log-probabilities of later turns are those of another context than the one that is trained.
-"""
+"""The embedded engine with draws that a seed repeats, and what `--ablate rerender` puts in its way."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,15 +24,38 @@ from polar_plugin.records import (
 )
 
 
+class SeededEngine(TransformersEngine):
+    """What a session samples follows from the seed, its place in the run and the turn, not from its random id."""
+
+    def __init__(self, model: Any, seed: int) -> None:
+        super().__init__(model, threads=1, max_batch=16)
+        self._run_seed = seed
+        self._calls: Counter[str] = Counter()
+        self.spelt: Callable[[TokenIds], TokenIds] = lambda prompt: prompt
+        """The ids that are sampled behind instead of a prompt's own."""
+
+    async def generate(self, prompt_ids: TokenIds, sampling: SamplingParams, **told: Any) -> Generation:
+        session_id: str = told["session_id"]
+        place = f"{self._run_seed}/{session_id.rpartition('-')[0]}/{self._calls[session_id]}"
+        self._calls[session_id] += 1
+        seed = int.from_bytes(hashlib.sha256(place.encode()).digest()[:4], "big")
+        return await super().generate(self.spelt(prompt_ids), replace(sampling, seed=seed), **told)
+
+
 class Respelling:
-    """A `Renderer` that also renders in full whatever it extends, and remembers it by the ids of the true prompt."""
+    """A `Renderer` that also renders in full whatever it extends, as a system does that sends messages, not tokens.
+
+    What was sampled is put back into the trace, but sampling goes on behind the chat template's own spelling of it: the
+    recorded log-probabilities are those of another context than the one that is trained.
+    """
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
         self._spelt: dict[bytes, TokenIds] = {}
         self.extended = 0
+        """Prompts of later turns."""
         self.changed = 0
-        """Prompts that a template would have spelt in other ids."""
+        """Those that the template spells in other ids."""
         self.name, self.vocab_size = renderer.name, renderer.vocab_size
         self.stop_ids, self.multimodal = renderer.stop_ids, renderer.multimodal
 
@@ -60,12 +82,3 @@ class Respelling:
 
     def decode(self, ids: TokenIds) -> str:
         return self._renderer.decode(ids)
-
-
-class RespellingEngine(TransformersEngine):
-    """Samples behind the other spelling of each prompt. `respelling` is set once there is a renderer."""
-
-    respelling: Respelling | None = None
-
-    async def generate(self, prompt_ids: TokenIds, sampling: SamplingParams, **told: Any) -> Generation:
-        return await super().generate(self.respelling.spelt(prompt_ids) if self.respelling else prompt_ids, sampling, **told)
