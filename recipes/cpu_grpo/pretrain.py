@@ -34,7 +34,7 @@ CAREFUL = 0.7
 
 @dataclass(frozen=True)
 class Frame:
-    """One session of the harness as text, in order: (whether the model said it, what), with the marks that end turns."""
+    """One session of the harness as text, in order: (whether the model said it, what), end marks included."""
 
     pieces: tuple[tuple[bool, str], ...]
 
