@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import re
@@ -196,7 +197,7 @@ def test_every_command_of_the_readme_is_understood(recipe: Any) -> None:
     assert len(lines) >= 5
     for line in lines:
         options, seeds = recipe.train.parsed(shlex.split(line))
-        assert options.rollouts > 0 and seeds
+        assert min(options.rollouts, len(seeds)) > 0
 
 
 def test_pi_without_its_folder_is_refused(recipe: Any, capsys: pytest.CaptureFixture[str]) -> None:
