@@ -12,7 +12,13 @@ COLUMNS = (
     "run", "seed", "trainer", "sessions", "held-out reward, first", "last", "log-probability gap, mean", "max",
     "respelt turns", "minutes",
 )  # fmt: skip
-COLOURS = {"agent": "tab:blue", "pi": "tab:green", "shuffled_rewards": "tab:red", "rerender": "tab:orange"}
+COLOURS = {
+    "agent": "tab:blue",
+    "agent_slime": "tab:purple",
+    "pi": "tab:green",
+    "shuffled_rewards": "tab:red",
+    "rerender": "tab:orange",
+}
 
 
 def write(out: Path) -> None:

@@ -34,7 +34,7 @@ class Curve:
     """What one run gave, as its file holds it. Mutable while it runs."""
 
     name: str
-    """The harness, or the ablation."""
+    """The harness, or the ablation; slime's trainer adds its name."""
     seed: int
     trainer: str
     sessions: int
@@ -63,7 +63,7 @@ class Run:
         self._policy = Policy(weights, options.learning_rate, steps=2 * options.rollouts)
         self._learner = self._trainer()
         sessions = options.groups * options.sessions
-        self.curve = Curve(options.ablate or options.harness, seed, self._learner.name, sessions)
+        self.curve = Curve(_name(options), seed, self._learner.name, sessions)
         tasks = rows(options, f"train-{seed}", family.tasks(seed), options.rollouts * options.groups)
         self._prompts = Prompts(tasks, options.sessions, self._learner.sample)
 
@@ -136,6 +136,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(curve)))
     report.write(options.out)
+
+
+def _name(options: Options) -> str:
+    return (options.ablate or options.harness) + ("_slime" if options.slime_home else "")
 
 
 def prepare() -> None:

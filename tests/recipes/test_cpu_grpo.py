@@ -105,12 +105,13 @@ def test_a_rerendered_history_shows_in_the_log_probabilities(short: Any, out: Pa
 
 
 @pytest.mark.slime
-def test_slimes_own_code_takes_the_same_step(short: Any, out: Path) -> None:
+def test_slimes_own_code_takes_the_same_step(short: Any, out: Path, tmp_path: Path) -> None:
     """One seed, one rollout: the loss of the samples after the update says that the update was the same."""
     home = os.environ.get("SLIME_HOME")
     if not home:
         pytest.skip("SLIME_HOME is not set")
-    ours, slimes = train(out, ONCE), train(out, f"{ONCE} --slime-home {home}")
+    (tmp_path / "models").symlink_to(out / "models")
+    ours, slimes = train(tmp_path, ONCE), train(tmp_path, f"{ONCE} --slime-home {home}", "agent_slime")
     assert (ours["trainer"], slimes["trainer"]) == ("recipe", "slime")
     assert slimes["rewards"] == ours["rewards"]
     for key in ("loss", "loss_after", "gap"):
