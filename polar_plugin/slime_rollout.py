@@ -169,7 +169,7 @@ def _attempt(slot: Any, group: int, index: int, config: RolloutConfig, values: M
     }
     template = config.eval_task if values["evaluation"] and config.eval_task is not None else config.task
     task = load_task({"task_id": "prompt-{group_index}", "instruction": "{sample.prompt}", **template}, known)
-    return Attempt(session_id, task, group_index, index, rollout_id)
+    return Attempt(session_id, task, group_index, index, rollout_id, evaluation=values["evaluation"])
 
 
 def _prompt(prompt: Any) -> Any:
