@@ -144,6 +144,12 @@ def returned(told: Collected, groups: Sequence[Group], source: Any) -> None:
         logger.warning("%d prompts are lost: the data source takes none back (%s)", len(groups), error)
 
 
+def tell_trained(source: Any, told: Collected) -> None:
+    """To a data source that keeps account of it (`PolarDataSource`)."""
+    if tell := getattr(source, "trained", None):
+        tell(told.call.rollout_id, [group.attempts[0].group_index for group in told.ended])
+
+
 def trained(told: Collected, source: Any) -> Any:
     """slime's RolloutFnTrainOutput, after slime's last hooks have seen the samples."""
     args, groups = told.call.told, [group.sessions for group in told.kept]
@@ -154,6 +160,7 @@ def trained(told: Collected, source: Any) -> Any:
     if args.rollout_all_samples_process_path:
         every = [group.samples for group in told.ended]
         hook(args.rollout_all_samples_process_path)(told.call.args, every, source.get_samples)
+    tell_trained(source, told)
     totals = {f"rollout/service/{name}": float(count) for name, count in slime_service.totals().items()}
     return output_class("RolloutFnTrainOutput", told.kept[0].slots[0])(
         samples=[group.samples for group in told.kept],

@@ -21,6 +21,7 @@ from . import slime_service
 from .rewards import advantages, collapse
 from .slime_args import SlimeArgs, preflight, rollout_config
 from .slime_collect import Group, collect, trained
+from .slime_data import PolarDataSource
 from .slime_evaluation import eval_groups, eval_results
 from .slime_hooks import check_reward_nonzero_std, check_reward_nonzero_std_with_fallback
 from .slime_metrics import session_metrics
@@ -31,6 +32,7 @@ from .slime_types import EvalOutput, SampleLike, TrainOutput, output_class, sess
 
 __all__ = [
     "EvalOutput",
+    "PolarDataSource",
     "SampleLike",
     "SlimeArgs",
     "TrainOutput",
