@@ -151,6 +151,22 @@ class GroupsConfig(_Part):
         return self
 
 
+class AsyncConfig(_Part):
+    """Rollouts that run on while the trainer trains (`slime_rollout.generate_async`)."""
+
+    max_staleness: int = Field(default=1, ge=0)
+    """How many weight updates older than the newest weights a trained token may be.
+
+    As many rollouts' groups are kept under way ahead. Counted by the engine's versions, by rollouts where it has none.
+    """
+    policy: Literal["drop", "mask", "keep"] = "drop"
+    """What is older: `drop` runs its group again, `mask` does not train those completions, `keep` trains them."""
+    evaluate_first: bool = False
+    """Evaluate before the first rollout of the process, as `train_async.py` does not."""
+    store: Path | None = None
+    """Where groups that have ended are kept until they are trained, so that a restart need not run them again."""
+
+
 class RecordingConfig(_Part):
     """Whether sessions are written to files."""
 
@@ -168,6 +184,7 @@ class RolloutConfig(_Part):
     stages: StagesConfig = StagesConfig()
     budgets: BudgetConfig = BudgetConfig()
     groups: GroupsConfig = GroupsConfig()
+    asynchronous: AsyncConfig = AsyncConfig()
     recording: RecordingConfig = RecordingConfig()
     task: Mapping[str, Any] = Field(default_factory=dict)
     """The task payload, with placeholders such as `{sample.metadata.instruction}` (`placeholders`)."""

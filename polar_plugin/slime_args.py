@@ -67,6 +67,7 @@ class SlimeArgs:
     custom_reward_post_process_path: str | None = POST_PROCESS
     calculate_per_token_loss: bool = False
     custom_pg_loss_reducer_function_path: str | None = None
+    colocate: bool = False
     log_passrate: bool = False
     log_reward_category: str | None = None
     group_rm: bool = False
@@ -140,12 +141,12 @@ def rollout_config(args: SlimeArgs, *, dataset: Any = None) -> RolloutConfig:
     return load_config({**given, **sections})
 
 
-def preflight(args: SlimeArgs, config: RolloutConfig) -> None:
+def preflight(args: SlimeArgs, config: RolloutConfig, *, asynchronous: bool = False) -> None:
     """Raise ConfigError that lists all that would train wrongly or crash, each with the flag to change.
 
     Logs a warning of what is a choice, but gives sessions of more tokens or traces more weight.
     """
-    wrong = [*_crashes(args), *_biases(args, config)]
+    wrong = [*_crashes(args), *_biases(args, config), *(_races(args, config) if asynchronous else ())]
     if wrong:
         raise ConfigError("slime's arguments do not fit sessions of many traces:\n- " + "\n- ".join(wrong))
     for choice in _choices(args):
@@ -215,6 +216,14 @@ def _crashes(args: SlimeArgs) -> Iterator[str]:
     for name in _UNUSED:
         if getattr(args, name):
             yield f"leave out --{name.replace('_', '-')}: this rollout function does not use it"
+
+
+def _races(args: SlimeArgs, config: RolloutConfig) -> Iterator[str]:
+    """What agents that run on between calls cannot live with."""
+    if args.colocate:
+        yield "leave out --colocate, or use slime_rollout.generate: agents would call an engine that sleeps"
+    if config.asynchronous.evaluate_first and not args.eval_datasets:
+        yield "set --eval-prompt-data, or leave out polar.asynchronous.evaluate_first: there is nothing to evaluate"
 
 
 def _biases(args: SlimeArgs, config: RolloutConfig) -> Iterator[str]:

@@ -132,16 +132,20 @@ def check_hopeful(told: Collected) -> None:
 
 
 def returned(told: Collected, groups: Sequence[Group], source: Any) -> None:
-    """Give prompts back whose groups will not be used: as drawn, so that the source's buffer takes them."""
-    if not groups:
-        return
+    """Give prompts back whose groups will not be used."""
+    if groups:
+        told.counts["returned" if give_back(groups, source) else "lost"] += len(groups)
+
+
+def give_back(groups: Sequence[Group], source: Any) -> bool:
+    """Samples as they were drawn, so that the source's buffer takes them; False: it takes none."""
     slots = [group.slots for group in sorted(groups, key=lambda group: group.order)]
     try:
         source.add_samples(slots)
-        told.counts["returned"] += len(groups)
     except (AttributeError, RuntimeError) as error:  # slime's source without a buffer raises the latter
-        told.counts["lost"] += len(groups)
         logger.warning("%d prompts are lost: the data source takes none back (%s)", len(groups), error)
+        return False
+    return True
 
 
 def tell_trained(source: Any, told: Collected) -> None:

@@ -30,7 +30,7 @@ class FilterOutput:
 
 
 def check_reward_nonzero_std(args: Any, samples: Sequence[Any], **_: Any) -> Any:
-    """`--dynamic-sampling-filter-path`: slime's filter of the same name, for groups of sessions of any number of traces.
+    """`--dynamic-sampling-filter-path`: slime's filter of the same name, for sessions of any number of traces.
 
     Keeps a group whose sessions differ in reward; a session is one vote, and one that the infrastructure took has none.
     Takes `list[Sample]` and `list[list[Sample]]`.

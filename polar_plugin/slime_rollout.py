@@ -11,6 +11,7 @@ functions take and return `SlimeArgs`, `SampleLike`, `TrainOutput` and `EvalOutp
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from tqdm import tqdm
 from . import slime_service
 from .rewards import advantages, collapse
 from .slime_args import SlimeArgs, preflight, rollout_config
+from .slime_async import collect_ahead
 from .slime_collect import Group, collect, trained
 from .slime_data import PolarDataSource
 from .slime_evaluation import eval_groups, eval_results
@@ -40,6 +42,7 @@ __all__ = [
     "check_reward_nonzero_std_with_fallback",
     "close",
     "generate",
+    "generate_async",
     "leave_one_out_rewards",
     "post_process_rewards",
     "use_service",
@@ -67,6 +70,23 @@ def generate(args: Any, rollout_id: int, data_source: Any, evaluation: bool = Fa
     with slime_service.Flights[Group](call.config) as flights:
         collected = collect(call, flights, data_source)
     return trained(collected, data_source)
+
+
+def generate_async(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """The same for `train_async.py`: `--rollout-function-path polar_plugin.slime_rollout.generate_async`.
+
+    Groups stay under way between calls, at most `polar.asynchronous.max_staleness` rollouts ahead; what is too old when
+    its turn comes is run again, masked or kept, as `policy` says. Returns and raises as `generate`.
+    """
+    told = SlimeArgs.of(args)
+    if evaluation:
+        return _evaluate(args, told, rollout_id)
+    call = Call(args, told, rollout_config(told), rollout_id)
+    preflight(told, call.config, asynchronous=True)
+    first = _evaluate(args, told, rollout_id).metrics if _evaluates_first(call) else {}
+    output = trained(collect_ahead(call, data_source), data_source)
+    output.metrics.update(first)
+    return output
 
 
 def post_process_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[float]]:
@@ -112,6 +132,17 @@ def _excluded(sample: Any) -> bool:
 
 def _process_reward(sample: Any) -> float:
     return float(session_metadata(sample).get("process_reward", 0.0))
+
+
+_evaluated: set[int] = set()
+"""Processes that have evaluated first: this one, once it has."""
+
+
+def _evaluates_first(call: Call) -> bool:
+    if not call.config.asynchronous.evaluate_first or os.getpid() in _evaluated:
+        return False
+    _evaluated.add(os.getpid())
+    return True
 
 
 def _evaluate(args: Any, told: SlimeArgs, rollout_id: int) -> Any:

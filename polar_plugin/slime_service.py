@@ -133,6 +133,10 @@ class Flights(Generic[Key]):
         """Of what is under way or not yet taken, as submitted."""
         return list(self._batches.values())
 
+    def stopped(self, config: RolloutConfig) -> bool:
+        """Whether the service that it ran on is closed, or `config` is another."""
+        return config != self._config or not any(resident.config == config for resident in _residents)
+
     def submit(self, key: Key, attempts: Sequence[Attempt], on_done: Callable[[Trajectory], None]) -> None:
         batch = _batch(self._config)
         self._batches[batch] = key  # before it begins: an interrupt may come at any moment

@@ -40,7 +40,8 @@ LAYERS: list[tuple[int, tuple[str, ...]]] = [
         (
             "slime_rollout", "slime_samples", "slime_args", "slime_evaluation", "slime_metrics", "slime_service",
             "slime_types", "slime_sessions", "slime_collect", "slime_hooks",
-            "slime_data", "slime_async", "slime_stored", "quickstart", "doctor", "replayed", "testing", "cli", "__main__",
+            "slime_data", "slime_async", "slime_stored",
+            "quickstart", "doctor", "replayed", "testing", "cli", "__main__",
         ),
     ),
 ]  # fmt: skip

@@ -131,7 +131,7 @@ def test_slimes_last_hooks_see_what_was_kept_and_all_there_was() -> None:
         rollout_all_samples_process_path=f"{here}.remember_all",
     )
     assert groups_of(output) == [1, 3]
-    assert SEEN == {"kept": [1, 3], "all": [0, 1, 2, 3], "next": [4]}  # noqa: SIM300
+    assert SEEN == {"kept": [1, 3], "all": [0, 1, 2, 3], "next": [4]}
     assert output.samples[0][0][0].remove_sample
 
 
