@@ -39,7 +39,9 @@ LAYERS: list[tuple[int, tuple[str, ...]]] = [
         5,
         (
             "slime_rollout", "slime_samples", "slime_args", "slime_evaluation", "slime_metrics", "slime_service",
-            "slime_types", "harness_root", "quickstart", "doctor", "replayed", "testing", "cli", "__main__",
+            "slime_types", "slime_sessions", "slime_collect", "slime_hooks",
+            "slime_data", "slime_async", "slime_stored",
+            "harness_root", "quickstart", "doctor", "replayed", "testing", "cli", "__main__",
         ),
     ),
 ]  # fmt: skip
