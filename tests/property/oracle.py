@@ -227,7 +227,9 @@ class Oracle:
         same = [one for one in self.records if one.asked.head == asked.head]
         known = [known for one in same for known in (one.keys, one.lasting + one.reply)]
         count = max((common(told, one) for one in known), default=0)
-        rows = {one[0] for one, other in pairwise(told[max(0, count - 1) : count + 2]) if one[0] == other[0]}
+        here = slice(max(0, count - 1), count + 2)
+        tellings = [told, *(one for one in known if common(told, one) == count)]
+        rows = {one[0] for words in tellings for one, other in pairwise(words[here]) if one[0] == other[0]}
         if rows & {"assistant", "tool"}:  # nothing tells where one ends
             return set(LEFT)
         turn = count < len(told) and told[count][0] == "assistant"
