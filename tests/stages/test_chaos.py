@@ -95,7 +95,7 @@ class Chaos:
 
 def check_nothing_is_left(chaos: Chaos, tasks_before: set[asyncio.Task[object]]) -> None:
     assert sorted(chaos.world.opened) == sorted(chaos.world.closed)
-    assert running(chaos.stages) == [0, 0, 0, 0]
+    assert running(chaos.stages) == [0, 0, 0, 0, 0]
     assert [chaos.stages.live.waiting, chaos.stages.postrun.waiting] == [0, 0]
     assert chaos.sessions.under_way == 0
     assert all(session.sealed for session in chaos.sessions.opened)
