@@ -92,6 +92,8 @@ class StagesConfig(_Part):
     """Initialised sandboxes waiting beyond the running ones."""
     run: int = Field(default=8, gt=0)
     postrun: int = Field(default=4, gt=0)
+    prewarm: int = Field(default=2, ge=0)
+    """Evaluation sandboxes made ready early (`budgets.prewarm_lead`), beside those that grade. 0: none."""
 
 
 class BudgetConfig(_Part):
@@ -115,6 +117,15 @@ class BudgetConfig(_Part):
     """A program that neither prints nor calls for this long after a model call failed is ended: it hangs.
 
     Longer than any program waits before it tries again. null: it is waited for.
+    """
+    soft_deadline: float | None = Field(default=60.0, gt=0)
+    """This long before an agent's time is over, $POLAR_DEADLINE_FILE appears in its sandbox. null: it does not."""
+    prewarm_lead: float | None = Field(default=30.0, gt=0)
+    """This long before an agent's time is over, its evaluation's sandbox is made ready. null: when it is asked for."""
+    overall: float | None = Field(default=None, gt=0)
+    """A guard over all of an attempt's own work; waits for a slot are not on it. null: the sum of the other budgets.
+
+    An attempt that it ends is an infrastructure error: an agent's time is the task's `timeout_seconds`.
     """
 
 
@@ -167,6 +178,18 @@ class AsyncConfig(_Part):
     """Where groups that have ended are kept until they are trained, so that a restart need not run them again."""
 
 
+class AdminConfig(_Part):
+    """Where `GET /status` is served: a listener of its own, with a token of its own. Session keys are worth nothing."""
+
+    host: str = "127.0.0.1"
+    port: int | None = None
+    """null: it is not served; 0: any free port."""
+    token: str | None = Field(default=None, min_length=16)
+    """The bearer token; default: a new random one, in `RolloutService.admin.token`."""
+    log_seconds: float | None = Field(default=60.0, gt=0)
+    """While attempts run, the status is logged this often, as a line of JSON (`polar_plugin.status`). null: never."""
+
+
 class RecordingConfig(_Part):
     """Whether sessions are written to files."""
 
@@ -186,6 +209,7 @@ class RolloutConfig(_Part):
     groups: GroupsConfig = GroupsConfig()
     asynchronous: AsyncConfig = AsyncConfig()
     recording: RecordingConfig = RecordingConfig()
+    admin: AdminConfig = AdminConfig()
     task: Mapping[str, Any] = Field(default_factory=dict)
     """The task payload, with placeholders such as `{sample.metadata.instruction}` (`placeholders`)."""
     eval_task: Mapping[str, Any] | None = None

@@ -18,7 +18,7 @@ PolarError
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 
 class PolarError(Exception):
@@ -94,6 +94,11 @@ class SandboxError(PolarError):
     """A runtime could not start, run, copy or stop. Never the agent's fault."""
 
     boundary = "runtime"
+
+    def __init__(self, message: str, *, kind: Literal["", "daemon", "image", "disk_full", "host_memory"] = "") -> None:
+        """`kind` says what of the infrastructure failed, where that is known; it is the failure's kind then."""
+        super().__init__(message)
+        self.kind = kind
 
 
 class HarnessError(PolarError):

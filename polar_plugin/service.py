@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import tempfile
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
@@ -13,8 +14,10 @@ from typing import Any, cast
 
 import anyio
 import anyio.to_thread
+import orjson
 
 from . import plugins
+from .admin import Admin
 from .config import RolloutConfig, cache_directory
 from .engine.base import Engine, EngineInfo, Renderer
 from .engine.render import load_renderer
@@ -46,7 +49,9 @@ from .stages.attempt import Script
 from .stages.batch import Batch
 from .stages.groups import GroupPolicy, Groups
 from .stages.parts import Budgets, Parts, Stages
+from .stages.status import stage_counts, status
 
+_status_log = logging.getLogger("polar_plugin.status")
 _VERIFY_EVERY = {"all": 1, "sample": 8, "off": 0}
 
 
@@ -58,6 +63,7 @@ class RolloutService:
     policy: Policy
     proxy: Proxy
     stages: Stages
+    admin: Admin
 
     def __init__(
         self, config: RolloutConfig, *, engine: Engine | None = None, renderer: Renderer | None = None
@@ -89,6 +95,7 @@ class RolloutService:
             self.proxy = Proxy(ProxyConfig(unix_socket=Path(sockets) / "proxy.sock", **self.config.proxy.model_dump()))
             await stack.enter_async_context(self.proxy.serving())
             self.stages = Stages.sized(**self.config.stages.model_dump())
+            self.admin = await stack.enter_async_context(Admin(self.config.admin, self.status).serving())
             self._stack = stack.pop_all()
         return self
 
@@ -121,11 +128,16 @@ class RolloutService:
         with self._known(batch):
             async with anyio.create_task_group() as group, receive:
                 group.start_soon(batch.run, attempts, send)
+                group.start_soon(self._logging)
                 async for trajectory in receive:
                     done[trajectory.attempt.session_id] = trajectory
                     self._count(trajectory)
                     if on_done:
                         on_done(trajectory)
+                group.cancel_scope.cancel()
+        self._log_status()
+        for name, value in stage_counts(self.stages).items():
+            self.counts[name] = value
         return [done[attempt.session_id] for attempt in attempts]
 
     def abort(self, session_id: str) -> None:
@@ -170,6 +182,19 @@ class RolloutService:
             self._batches.remove(batch)
             self._ended.set()
             self._ended = anyio.Event()
+
+    def status(self) -> dict[str, Any]:
+        """What goes on at this moment, as JSON; see `stages.status.status`. Also `GET /status` (`config.admin`)."""
+        return status(self.stages, self._batches, self.counts)
+
+    async def _logging(self) -> None:
+        while self.config.admin.log_seconds is not None:
+            await anyio.sleep(self.config.admin.log_seconds)
+            self._log_status()
+
+    def _log_status(self) -> None:
+        if self.config.admin.log_seconds is not None:
+            _status_log.info("%s", orjson.dumps(self.status()).decode())
 
     def _count(self, trajectory: Trajectory) -> None:
         self.counts[f"attempts_{trajectory.status}"] += 1

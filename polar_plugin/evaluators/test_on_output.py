@@ -37,6 +37,8 @@ class TestOnOutput:
     """
 
     __test__ = False  # its name does not make it a test
+    prewarm = True
+    """It grades in a fresh sandbox, which may be made ready before it asks for it."""
 
     def __init__(
         self,

@@ -25,6 +25,16 @@ class LaunchContext:
     workdir: str
     home: str
     """A directory of this attempt's own for configuration files; also $HOME."""
+    seconds: float | None = None
+    """How long the program may take, for those that can be told; it is ended then in any case. None: not known."""
+
+
+def deadline_file(home: str) -> str:
+    """The file, inside, that appears some time before the program is ended: {"seconds_left": 60.0} as JSON.
+
+    Programs find its path in $POLAR_DEADLINE_FILE.
+    """
+    return f"{home}/.polar/deadline.json"
 
 
 @dataclass(frozen=True, slots=True)

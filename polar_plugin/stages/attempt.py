@@ -9,6 +9,7 @@ How it ends. The first row that applies counts; a later failure of the infrastru
 | a sandbox failed, or anything raised that is not the agent's    | INFRA_ERROR | the class       | yes    | no     |
 | HarnessError (or another error with `infrastructure` False)     | FAILED      | the class       | yes    | no     |
 | a budget other than the agent's ran out                         | INFRA_ERROR | STAGE_timeout   | yes    | no     |
+| the guard over all of it struck                                 | INFRA_ERROR | attempt_timeout | yes    | no     |
 | the program did not come back after its deadline                | INFRA_ERROR | agent_overran   | yes    | no     |
 | no model call within `first_call`, or within the agent's budget | INFRA_ERROR | no_first_call   | -      | no     |
 | the latest model call failed for the engine                     | INFRA_ERROR | the class       | yes    | no     |
@@ -20,6 +21,7 @@ How it ends. The first row that applies counts; a later failure of the infrastru
 | an exit code that the launch does not accept                    | FAILED      | exit_code       | yes    | yes    |
 | model calls, and none was answered                              | FAILED      | no_completion   | -      | yes    |
 | the main conversation's last answer was cut by length           | TRUNCATED   | -               | yes    | yes    |
+| the evaluator's report has the reason `empty_patch`             | FAILED      | empty_patch     | yes    | yes    |
 | none of these                                                   | COMPLETED   | -               | yes    | yes    |
 
 A program that printed its result and did not exit is ended after `linger`; its exit code, which nobody knows, is None
@@ -32,25 +34,27 @@ traces break an invariant (MergeError) there are none: they are never shown, let
 from __future__ import annotations
 
 import logging
-import math
-from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TypeVar, cast
 
 import anyio
 import anyio.to_thread
 
-from ..errors import ConfigError, EvaluationError, MergeError, PolarError
+from ..errors import ConfigError, MergeError, PolarError
 from ..evaluators.base import Finished
 from ..harnesses.base import Launch
 from ..merge.traces import unbuilt
-from ..records import Attempt, CompletionSession, Evaluation, Failure, Status, Trace, Trajectory
+from ..records import Attempt, CompletionSession, Failure, Status, Trace, Trajectory
 from ..runtimes.base import ExecResult, Runtime
-from .parts import Budgets, Observer, OpenSession, Parts, Sessions, Stages
+from .deadline import alarms, deadline_env, tell
+from .outcome import SoFar, rewarded
+from .parts import Budgets, Observer, OpenSession, Parts, Prewarmed, Sessions, Stages
 from .prepare import prepare
-from .stage import Stage, closing, failure_of
+from .prewarm import Prewarm
+from .stage import Priority, closing, failure_of
+from .stopwatch import OverBudget, Stopwatch
 from .verdict import Ended, Stopped, infrastructure, verdict
 from .versions import doubts
 from .watch import Watchdog
@@ -71,81 +75,54 @@ async def run_attempt(
     return await Script(attempt, parts=parts, sessions=sessions, stages=stages, budgets=budgets).run()
 
 
-class _OverBudget(TimeoutError):
-    """Our own deadline, told apart from a TimeoutError that something inside raised."""
-
-
-@dataclass(slots=True)
-class _SoFar:
-    """What an attempt has come to: wherever it ends, this makes the Trajectory."""
-
-    status: Status = Status.COMPLETED
-    failure: Failure | None = None
-    exit_code: int | None = None
-    session: CompletionSession | None = None
-    artifact: bytes | None = None
-    """None until the agent's sandbox has given what is to be graded."""
-    traces: tuple[Trace, ...] = ()
-    evaluation: Evaluation | None = None
-    timings: dict[str, float] = field(default_factory=dict[str, float])
-    counts: Counter[str] = field(default_factory=Counter[str])
-    """What went on in the stages; what became of the tokens is in `tokens`."""
-    tokens: Mapping[str, int] = field(default_factory=dict[str, int])
-
-    def trajectory(self, attempt: Attempt) -> Trajectory:
-        return Trajectory(
-            attempt=attempt,
-            status=self.status,
-            traces=self.traces,
-            evaluation=self.evaluation,
-            failure=self.failure,
-            exit_code=self.exit_code,
-            timings=dict(self.timings),
-            counts={**self.tokens, **self.counts},
-            session=self.session,
-        )
-
-
 class Script:
     """One execution of an attempt, run once: what `Batch` starts for each try."""
 
     def __init__(self, attempt: Attempt, *, parts: Parts, sessions: Sessions, stages: Stages, budgets: Budgets) -> None:
         self.attempt = attempt
-        self.state = "queued"
-        """"queued", "init", "ready", "agent", "extract", "close", "postrun_queued", "build", "evaluation", "done".
-
-        Also the keys of `Trajectory.timings` (with "total" for "done"): seconds spent in each.
-        """
         self._parts = parts
         self._sessions = sessions
         self._stages = stages
         self._budgets = budgets
-        self._so_far = _SoFar()
+        self._agent_seconds = attempt.task.timeout_seconds if budgets.agent is None else budgets.agent
+        self._so_far = SoFar()
+        self._watch = Stopwatch(Priority.of(attempt), budgets.guard(self._agent_seconds))
+        self._prewarm = Prewarm(self._fresh, stages.prewarm, budgets.init, self._so_far.counts)
+
+    @property
+    def state(self) -> str:
+        """ "queued", "init", "ready", "agent", "extract", "close", "postrun_queued", "build", "evaluation", "done".
+
+        Also the keys of `Trajectory.timings` (with "total" for "done"): seconds spent in each.
+        """
+        return self._watch.state
+
+    @property
+    def began(self) -> float:
+        """When it was made, on anyio's clock."""
+        return self._watch.began
 
     async def run(self) -> Trajectory:
         """Run to the end; see `run_attempt`."""
-        started = anyio.current_time()
         try:
-            with self._blamed():
-                async with self._slot(self._stages.live, "queued"):
-                    await self._sandboxed()
-            with self._blamed():
-                await self._postrun()
+            async with self._prewarm.running():
+                with self._blamed(), self._watch.guarded():
+                    async with self._watch.slot(self._stages.live, "queued"):
+                        await self._sandboxed()
+                with self._blamed(), self._watch.guarded(self._budgets.build):
+                    await self._postrun()
         finally:
-            self._so_far.timings["total"] = anyio.current_time() - started
-            self.state = "done"
-        return self._so_far.trajectory(self.attempt)
+            self._watch.stop()
+        return self._so_far.trajectory(self.attempt, self._watch.timings)
 
     def cut_short(self, status: Status, failure: Failure) -> Trajectory:
         """What there was when it was cancelled; tokens that were sampled are counted as `untrained_STATUS`."""
-        tokens = unbuilt(self._so_far.session, status.value)
-        cut = replace(self._so_far, status=status, failure=failure, traces=(), evaluation=None, tokens=tokens)
-        return cut.trajectory(self.attempt)
+        return self._so_far.cut(self.attempt, self._watch.timings, status, failure)
 
     # --- INIT, READY, RUNNING: within the life of the sandbox and of the session
 
     async def _sandboxed(self) -> None:
-        self.state = "init"
+        self._watch.state = "init"
         runtime = self._parts.runtime("agent")
         async with self._closing(runtime):
             with self._blamed():  # here, so that the blame does not fall on the closing
@@ -158,16 +135,16 @@ class Script:
             finally:
                 self._so_far.session = session.seal()
         if self._so_far.status.gradable:
-            with self._timed("extract", self._budgets.evaluation):
+            with self._watch.timed("extract", self._budgets.evaluation):
                 self._so_far.artifact = await self._parts.evaluator.extract(runtime)
 
     async def _agent(self, runtime: Runtime, session: OpenSession) -> None:
-        async with self._slot(self._stages.init, "queued"):
-            with self._timed("init", self._budgets.init):
+        async with self._watch.slot(self._stages.init, "queued"):
+            with self._watch.timed("init", self._budgets.init):
                 launch = await self._initialised(runtime, session)
-        async with self._slot(self._stages.run, "ready"):
+        async with self._watch.slot(self._stages.run, "ready"):
             watchdog = Watchdog(session, self._budgets, launch.finished)
-            with self._timed("agent", None):
+            with self._watch.timed("agent", None):
                 result = await self._within_budget(runtime, launch, watchdog)
             self._judge(result, session, launch, watchdog.stopped)
 
@@ -176,21 +153,35 @@ class Script:
         await prepare(runtime, self.attempt.task.runtime.prepare)
         if isinstance(self._parts.evaluator, Observer):
             await self._parts.evaluator.before(runtime)
-        launch = self._parts.harness.launch(self._parts.launch_context(runtime, session.key))
+        context = replace(self._parts.launch_context(runtime, session.key), seconds=self._agent_seconds)
+        launch = self._parts.harness.launch(context)
         for path, content in launch.files.items():
             await runtime.upload(content, path)
         self._so_far.counts.update(await doubts(runtime, launch))
-        return launch
+        if self._budgets.soft_deadline is None:
+            return launch
+        return replace(launch, env={**deadline_env(runtime, self._agent_seconds), **launch.env})
 
     async def _within_budget(self, runtime: Runtime, launch: Launch, watchdog: Watchdog) -> ExecResult | Failure:
         """`exec` keeps the deadline itself, as it can keep the output; one that does not come back is given up."""
-        seconds = self.attempt.task.timeout_seconds if self._budgets.agent is None else self._budgets.agent
+        seconds = self._agent_seconds
         with anyio.move_on_after(seconds + self._budgets.cleanup):
-            return await runtime.exec(
-                launch.command, env=launch.env, stdin=launch.stdin, timeout=seconds, watch=watchdog
-            )
+            async with alarms(*self._alarms(runtime)):
+                return await runtime.exec(
+                    launch.command, env=launch.env, stdin=launch.stdin, timeout=seconds, watch=watchdog
+                )
         text = f"the program did not come back {self._budgets.cleanup:g} s after its deadline of {seconds:g} s"
         return Failure("agent", "agent_overran", text)
+
+    def _alarms(self, runtime: Runtime) -> Iterator[tuple[float, Callable[[], Awaitable[None]]]]:
+        """What is to be done late in the agent's run; a lead longer than the whole run means at its beginning."""
+        soft, lead = self._budgets.soft_deadline, self._budgets.prewarm_lead
+        if soft is not None:
+            left = min(soft, self._agent_seconds)
+            yield self._agent_seconds - left, lambda: tell(runtime, left, self._so_far.counts)
+        evaluator = self._parts.evaluator
+        if lead is not None and isinstance(evaluator, Prewarmed) and evaluator.prewarm:
+            yield max(0.0, self._agent_seconds - lead), self._prewarm.start
 
     def _judge(
         self, result: ExecResult | Failure, session: OpenSession, launch: Launch, stopped: Stopped | None
@@ -214,16 +205,16 @@ class Script:
         session, artifact = self._so_far.session, self._so_far.artifact
         if session is None or not (session.completions or artifact is not None):
             return
-        async with self._slot(self._stages.postrun, "postrun_queued"):
+        self._so_far.tokens = unbuilt(session, "build_failed")
+        async with self._watch.slot(self._stages.postrun, "postrun_queued"):
             await self._build(session)
             if artifact is not None:
                 await self._evaluate(session, artifact)
 
     async def _build(self, session: CompletionSession) -> None:
         """Until it is done, and where it fails, all that was sampled is untrained for that reason."""
-        self._so_far.tokens = unbuilt(session, "build_failed")
         large = sum(completion.length for completion in session.completions) >= _LARGE
-        with self._timed("build", self._budgets.build):
+        with self._watch.timed("build", self._budgets.build):
             try:
                 built = await _work(large, lambda: self._parts.builder.build(session))
                 traces = tuple(await built if isinstance(built, Awaitable) else built)
@@ -242,13 +233,21 @@ class Script:
         so_far = self._so_far
         env = self.attempt.task.evaluator.env
         finished = Finished(self.attempt, so_far.status, so_far.exit_code, session, artifact, self._fresh_runtime, env)
-        with self._timed("evaluation", self._budgets.evaluation):
-            evaluation = await self._parts.evaluator.evaluate(finished)
-            so_far.traces = rewarded(so_far.traces, evaluation)
-        so_far.evaluation = evaluation
+        with self._watch.timed("evaluation", self._budgets.evaluation):
+            so_far.graded(await self._parts.evaluator.evaluate(finished))
 
     @asynccontextmanager
     async def _fresh_runtime(self) -> AsyncGenerator[Runtime]:
+        """The one that was made ready early, else one that is made now."""
+        async with self._prewarm.taken() as ready:
+            if ready is not None:
+                yield ready
+                return
+        async with self._fresh() as runtime:
+            yield runtime
+
+    @asynccontextmanager
+    async def _fresh(self) -> AsyncGenerator[Runtime]:
         if not self.attempt.task.evaluator.refresh_runtime:
             raise ConfigError(
                 "evaluator.refresh_runtime: grading in the agent's own sandbox is not offered; write true"
@@ -261,41 +260,17 @@ class Script:
             await prepare(runtime, spec.prepare if spec.eval_prepare is None else spec.eval_prepare)
             yield runtime
 
-    # --- slots, deadlines, blame
-
-    @asynccontextmanager
-    async def _slot(self, stage: Stage, waiting: str) -> AsyncGenerator[None]:
-        """Hold a slot; the wait for it is timed under the name `waiting`."""
-        self.state, started = waiting, anyio.current_time()
-        async with stage.slot():
-            self._took(waiting, started)
-            yield
+    # --- clean-up, blame
 
     @asynccontextmanager
     async def _closing(self, runtime: Runtime) -> AsyncGenerator[None]:
         async def close() -> None:
-            with self._timed("close", None):
+            with self._watch.timed("close", None):
                 await runtime.stop()
 
         name = f"sandbox of {self.attempt.session_id}"
         async with closing(close, grace=self._budgets.cleanup, name=name, counts=self._so_far.counts):
             yield
-
-    @contextmanager
-    def _timed(self, state: str, budget: float | None) -> Generator[None]:
-        self.state = state
-        started = anyio.current_time()
-        try:
-            with anyio.move_on_after(budget) as scope:
-                yield
-        finally:
-            self._took(state, started)
-        if scope.cancelled_caught:
-            raise _OverBudget(f"{state} took longer than its budget of {budget:g} s")
-
-    def _took(self, state: str, started: float) -> None:
-        timings = self._so_far.timings
-        timings[state] = timings.get(state, 0.0) + anyio.current_time() - started
 
     @contextmanager
     def _blamed(self) -> Generator[None]:
@@ -308,15 +283,13 @@ class Script:
     def _fail(self, error: Exception) -> None:
         """The first failure of the infrastructure stays: what comes after it is its consequence."""
         _log.warning("attempt %s failed in %s: %r", self.attempt.session_id, self.state, error)
-        if not isinstance(error, PolarError | _OverBudget):
+        if not isinstance(error, PolarError | OverBudget):
             _log.error("a fault of a plugin, or of ours", exc_info=error)
         if self._so_far.status is Status.INFRA_ERROR:
             return
         agents_own = self.state in ("init", "agent") and not infrastructure(error)
         self._so_far.status = Status.FAILED if agents_own else Status.INFRA_ERROR
-        self._so_far.failure = failure_of(self.state, error)
-        if isinstance(error, _OverBudget):
-            self._so_far.failure = Failure(self.state, f"{self.state}_timeout", str(error))
+        self._so_far.failure = failure_of(error.what if isinstance(error, OverBudget) else self.state, error)
 
 
 async def _work(large: bool, work: Callable[[], T]) -> T:
@@ -332,18 +305,3 @@ def _alone(error: Exception) -> Exception:
             return group
         error = group.exceptions[0]
     return error
-
-
-def rewarded(traces: Sequence[Trace], evaluation: Evaluation) -> tuple[Trace, ...]:
-    """Traces with their rewards: one each where the evaluator graded them, else the outcome on all.
-
-    Raises EvaluationError where their number does not fit, or one is not finite: a NaN would spoil its whole batch.
-    """
-    rewards = evaluation.trace_rewards
-    if rewards is None:
-        rewards = (evaluation.outcome_reward,) * len(traces)
-    if not all(map(math.isfinite, (evaluation.outcome_reward, *rewards))):
-        raise EvaluationError(f"rewards must be finite, got {evaluation.outcome_reward} and {rewards}")
-    if len(rewards) != len(traces):
-        raise EvaluationError(f"the evaluator gave {len(rewards)} trace rewards for {len(traces)} traces")
-    return tuple(replace(trace, reward=float(reward)) for trace, reward in zip(traces, rewards, strict=True))

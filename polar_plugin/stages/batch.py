@@ -69,6 +69,7 @@ class _Entry:
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     run: Run | None = None
     ends_by: Failure = ON_REQUEST
+    admitted: float | None = None
     lost: Counter[str] = field(default_factory=Counter[str])
 
     def cut_short(self, status: Status, failure: Failure) -> Trajectory:
@@ -109,6 +110,18 @@ class Batch:
     def states(self) -> dict[str, str]:
         """Where each attempt is that is not over yet, by session id."""
         return {name: entry.state for name, entry in self._entries.items()}
+
+    def sessions(self) -> dict[str, dict[str, str | float | None]]:
+        """Of each attempt that is not over yet `task`, `state`, and `age` in seconds; None: it is not admitted yet."""
+        now = anyio.current_time()
+        return {
+            name: {
+                "task": entry.attempt.task.task_id,
+                "state": entry.state,
+                "age": None if entry.admitted is None else round(now - entry.admitted, 3),
+            }
+            for name, entry in self._entries.items()
+        }
 
     def abort(self, session_id: str, why: Failure = ON_REQUEST) -> None:
         """End one attempt: its Trajectory has status ABORTED and what was recorded. No effect where it is over.
@@ -186,6 +199,7 @@ class Batch:
     async def _ended(self, entry: _Entry) -> Trajectory:
         """The attempt's one Trajectory, aborted or not."""
         self.counts["admitted"] += 1
+        entry.admitted = anyio.current_time()
         trajectory: Trajectory | None = None
         try:
             with entry.scope:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -33,6 +33,18 @@ class Budgets:
     """From the program's result, and from its last model call after it, until it is ended. None: not watched."""
     idle: float | None = None
     """Without a model call or output after a failed call, until the program is ended. None: not watched."""
+    soft_deadline: float | None = None
+    """Before the end of the agent's time, the program is told (`deadline`). None: it is not."""
+    prewarm_lead: float | None = None
+    """Before the end of the agent's time, an evaluation sandbox is made ready. None: when it is asked for."""
+    overall: float | None = None
+    """For all of an attempt's own work, waits for slots excepted. None: the sum of the others, see `guard`."""
+
+    def guard(self, agent: float) -> float:
+        """`overall`, or so long that it strikes only where no other budget did; `agent` is the agent's."""
+        if self.overall is not None:
+            return self.overall
+        return self.init + agent + self.build + 2 * self.evaluation + 4 * self.cleanup
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +56,18 @@ class Stages:
     init: Stage
     run: Stage
     postrun: Stage
+    prewarm: Stage
+    """Evaluation sandboxes made ready early. Nobody waits for it."""
 
     @classmethod
-    def sized(cls, *, init: int, ready: int, run: int, postrun: int) -> Stages:
+    def sized(cls, *, init: int, ready: int, run: int, postrun: int, prewarm: int = 0) -> Stages:
         """`ready` is how many sandboxes may be under way to, or wait for, a run slot while all of those are taken."""
-        return cls(Stage("live", run + ready), Stage("init", init), Stage("run", run), Stage("postrun", postrun))
+        slots = {"live": run + ready, "init": init, "run": run, "postrun": postrun, "prewarm": prewarm}
+        return cls(**{name: Stage(name, count) for name, count in slots.items()})
+
+    def __iter__(self) -> Iterator[Stage]:
+        """In the order of acquisition."""
+        return iter((self.live, self.init, self.run, self.postrun, self.prewarm))
 
 
 class OpenSession(Protocol):
@@ -100,6 +119,14 @@ class Observer(Protocol):
     async def before(self, runtime: Runtime) -> None:
         """Called in INIT, after the prepare actions and before the harness's files are there. Raises SandboxError."""
         ...
+
+
+@runtime_checkable
+class Prewarmed(Protocol):
+    """An evaluator that grades in a fresh sandbox, which may be made ready before it asks for it."""
+
+    @property
+    def prewarm(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,47 +5,125 @@ Slots are lexical (`async with`): no path can release one twice or keep one.
 
 from __future__ import annotations
 
+import enum
+import errno
+import heapq
+import itertools
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
 import anyio
+import anyio.lowlevel
 
-from ..records import Failure
+from ..records import Attempt, Failure
 
 _log = logging.getLogger("polar_plugin.stages")
 
 
+class Priority(enum.IntEnum):
+    """Who goes first; among equals, who came first."""
+
+    EVALUATION = 0
+    TRAINING = 1
+
+    @classmethod
+    def of(cls, attempt: Attempt) -> Priority:
+        return cls.EVALUATION if attempt.evaluation else cls.TRAINING
+
+
+@dataclass(order=True, slots=True)
+class _Waiter:
+    priority: Priority
+    number: int
+    called: anyio.Event = field(compare=False, default_factory=anyio.Event)
+    """Set when it was handed a slot."""
+
+
 class Stage:
-    """At most `slots` attempts inside at once; the others wait in order."""
+    """At most `slots` attempts inside at once; the others wait, evaluations before training attempts."""
 
     def __init__(self, name: str, slots: int) -> None:
         self.name = name
-        self._limiter = anyio.CapacityLimiter(slots)
+        self.slots = slots
+        self.running = 0
         self.done = 0
         """How many have left, however they ended."""
-
-    @property
-    def slots(self) -> int:
-        return int(self._limiter.total_tokens)
-
-    @property
-    def running(self) -> int:
-        return self._limiter.borrowed_tokens
+        self.peak = 0
+        """The most that were inside at once."""
+        self._busy = 0.0
+        self._since = 0.0
+        self._queue: list[_Waiter] = []
+        self._numbers = itertools.count()
 
     @property
     def waiting(self) -> int:
-        return self._limiter.statistics().tasks_waiting
+        return len(self._queue)
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds that slots were held, all slots together, until now."""
+        return self._busy + (self.running * (anyio.current_time() - self._since) if self.running else 0.0)
 
     @asynccontextmanager
-    async def slot(self) -> AsyncGenerator[None]:
+    async def slot(self, priority: Priority = Priority.TRAINING) -> AsyncGenerator[None]:
         """Wait for a slot, without a deadline, then hold it."""
-        async with self._limiter:
-            try:
-                yield
-            finally:
-                self.done += 1
+        await self._enter(priority)
+        try:
+            yield
+        finally:
+            self.done += 1
+            self._hand_over()
+
+    @asynccontextmanager
+    async def spare(self) -> AsyncGenerator[bool]:
+        """Hold a slot if one is free at this moment; whether one was. Never waits."""
+        if self.running >= self.slots:
+            yield False
+            return
+        self._hold(+1)
+        try:
+            yield True
+        finally:
+            self.done += 1
+            self._hand_over()
+
+    async def _enter(self, priority: Priority) -> None:
+        """A slot that was handed over at the moment of being cancelled goes to the next one."""
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        if self.running < self.slots:
+            self._hold(+1)
+            return
+        waiter = _Waiter(priority, next(self._numbers))
+        heapq.heappush(self._queue, waiter)
+        entered = False
+        try:
+            await waiter.called.wait()
+            entered = True
+        finally:
+            if not entered:
+                self._give_up(waiter)
+
+    def _give_up(self, waiter: _Waiter) -> None:
+        if waiter.called.is_set():
+            self._hand_over()
+        else:
+            self._queue.remove(waiter)
+            heapq.heapify(self._queue)
+
+    def _hand_over(self) -> None:
+        """A slot goes to who waits, and is put back only where nobody does: who comes just then cannot overtake."""
+        if self._queue:
+            heapq.heappop(self._queue).called.set()
+        else:
+            self._hold(-1)
+
+    def _hold(self, change: int) -> None:
+        self._busy, self._since = self.busy_seconds, anyio.current_time()
+        self.running += change
+        self.peak = max(self.peak, self.running)
 
 
 @asynccontextmanager
@@ -72,5 +150,27 @@ async def closing(
 
 
 def failure_of(boundary: str, error: Exception) -> Failure:
-    """An exception as data."""
-    return Failure(boundary, type(error).__name__, str(error) or repr(error))
+    """An exception as data. Its kind is the error's own `kind` where it has one, else its class's name.
+
+    A disk or a memory of the machine that is full is told whoever ran into it: `disk_full`, `host_memory`.
+    """
+    kind = _machine(error) or getattr(error, "kind", "") or type(error).__name__
+    return Failure(boundary, kind, str(error) or repr(error))
+
+
+_MACHINE = {
+    errno.ENOSPC: "disk_full",
+    errno.EDQUOT: "disk_full",
+    errno.ENOMEM: "host_memory",
+}
+
+
+def _machine(error: BaseException | None) -> str:
+    """What the machine lacks, by the first error in the chain of causes that says so."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _MACHINE:
+            return _MACHINE[error.errno]
+        if isinstance(error, MemoryError):
+            return "host_memory"
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return ""

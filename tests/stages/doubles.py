@@ -108,6 +108,7 @@ class World:
 class MemoryRuntime:
     proxy_url = "http://127.0.0.1:1"
     workdir = "/workspace"
+    home = "/home/agent"
 
     def __init__(self, world: World, purpose: str) -> None:
         self.world, self.purpose = world, purpose
@@ -223,6 +224,7 @@ class MemoryEvaluator:
     world: World
     evaluation: Evaluation = field(default_factory=lambda: Evaluation(1.0))
     finished: list[Finished] = field(default_factory=list[Finished])
+    prewarm: bool = True
 
     async def before(self, runtime: object) -> None:
         await self.world.at("before")
@@ -244,12 +246,12 @@ def attempt(name: str = "s0", **task: object) -> Attempt:
     return Attempt(name, TaskSpec(**spec), 0, 0)  # type: ignore[arg-type]
 
 
-def stages(init: int = 2, ready: int = 2, run: int = 2, postrun: int = 2) -> Stages:
-    return Stages.sized(init=init, ready=ready, run=run, postrun=postrun)
+def stages(init: int = 2, ready: int = 2, run: int = 2, postrun: int = 2, prewarm: int = 2) -> Stages:
+    return Stages.sized(init=init, ready=ready, run=run, postrun=postrun, prewarm=prewarm)
 
 
 def running(stages: Stages) -> list[int]:
-    return [stage.running for stage in (stages.live, stages.init, stages.run, stages.postrun)]
+    return [stage.running for stage in stages]
 
 
 def parts(world: World, evaluator: Evaluator | None = None, **replaced: object) -> Parts:

@@ -83,7 +83,7 @@ async def run(
     assert sorted(world.opened) == sorted(world.closed)
     assert all(session.sealed for session in sessions.opened)
     assert sessions.under_way == 0
-    assert running(slots) == [0, 0, 0, 0]
+    assert running(slots) == [0, 0, 0, 0, 0]
     assert trajectory.status.gradable or trajectory.evaluation is None
     assert all((trace.reward is None) == (trajectory.evaluation is None) for trace in trajectory.traces)
     return trajectory
@@ -232,6 +232,23 @@ async def test_an_early_answer_or_a_side_call_cut_by_length_does_not() -> None:
     world = World()
     cut = ledger(completion("a", FinishReason.LENGTH), completion("b"), completion("c", FinishReason.LENGTH, Role.SIDE))
     assert (await run(world, sessions=MemorySessions(world, cut))).status is Status.COMPLETED
+
+
+async def test_an_agent_that_ends_well_and_leaves_nothing_to_grade_failed_and_is_told_apart() -> None:
+    world = World()
+    nothing_done = Evaluation(0.0, report={"reason": "empty_patch"})
+    trajectory = await run(world, grader=MemoryEvaluator(world, nothing_done))
+    assert told(trajectory) == (Status.FAILED, "agent", "empty_patch")
+    assert (trajectory.reward, trajectory.exit_code, trajectory.counts["empty_patch"]) == (0.0, 0, 1)
+    assert [trace.reward for trace in trajectory.traces] == [0.0]
+
+
+async def test_an_empty_patch_does_not_hide_how_else_an_agent_failed() -> None:
+    world = World(result=ExecResult(3, b"", b"boom", 1.0))
+    nothing_done = Evaluation(0.0, report={"reason": "empty_patch"})
+    trajectory = await run(world, grader=MemoryEvaluator(world, nothing_done))
+    assert told(trajectory) == (Status.FAILED, "agent", "exit_code")
+    assert trajectory.counts["empty_patch"] == 1
 
 
 async def test_a_harness_error_is_the_agents_failure() -> None:

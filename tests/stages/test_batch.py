@@ -157,7 +157,7 @@ async def test_a_consumer_that_walks_away_ends_the_batch_and_is_told() -> None:
             await receive.receive()
             receive.close()
     assert sorted(world.opened) == sorted(world.closed)
-    assert running(stages) == [0, 0, 0, 0]
+    assert running(stages) == [0, 0, 0, 0, 0]
     assert batch.states == {}
 
 
@@ -190,7 +190,7 @@ async def test_an_aborted_attempt_is_closed_and_keeps_what_was_recorded(place: s
     assert (only.status, only.evaluation, only.traces) == (Status.ABORTED, None, ())
     assert only.failure == Failure("batch", "aborted", "aborted on request")
     assert world.opened == world.closed
-    assert running(stages) == [0, 0, 0, 0]
+    assert running(stages) == [0, 0, 0, 0, 0]
     assert sessions.under_way == 0
     if place != "session.open":
         assert only.session is not None
@@ -249,7 +249,7 @@ async def test_cancelling_the_batch_closes_everything_and_sends_nothing_more(pla
     assert place in world.seen
     assert sorted(world.opened) == sorted(world.closed)
     assert all(session.sealed for session in sessions.opened)
-    assert running(stages) == [0, 0, 0, 0]
+    assert running(stages) == [0, 0, 0, 0, 0]
     assert batch.states == {}
     world.steps.clear()
     assert (await batch.one(attempt("s0"))).status is Status.COMPLETED

@@ -67,4 +67,4 @@ async def test_a_build_over_its_budget_is_given_up_and_graded_by_nobody() -> Non
     assert trajectory.failure is not None
     assert (trajectory.status, trajectory.failure.kind) == (Status.INFRA_ERROR, "build_timeout")
     assert "evaluate" not in world.seen
-    assert running(slots) == [0, 0, 0, 0]
+    assert running(slots) == [0, 0, 0, 0, 0]
