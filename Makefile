@@ -27,10 +27,8 @@ $(VENV)/.ready: pyproject.toml
 quickstart: setup
 	$(BIN)/polar-plugin quickstart --out out
 
-# Random sessions have a process of their own: which ones a seed makes depends on the modules that are loaded.
 test: setup
-	$(BIN)/python -m pytest -m "not sglang and not cli and not slime and not apptainer" --ignore=tests/property
-	$(BIN)/python -m pytest tests/property
+	$(BIN)/python -m pytest -m "not sglang and not cli and not slime and not apptainer"
 
 # 100 000 mutated requests of each model API; `make test` has 1 500 of them.
 fuzz: setup

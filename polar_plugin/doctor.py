@@ -14,6 +14,7 @@ from .engine.base import Renderer
 from .engine.render import extension_report
 from .errors import ConfigError, PolarError, SandboxError
 from .placeholders import fill
+from .proxy.session import Ready
 from .records import ChatRequest, Completion, RuntimeSpec
 from .runtimes.base import Runtime
 from .service import RolloutService
@@ -126,7 +127,7 @@ def _plain(value: Any) -> bool:
 class _NoReply:
     """The token side of a session in which nothing is asked."""
 
-    async def __call__(self, request: ChatRequest) -> Completion:
+    async def __call__(self, request: ChatRequest, ready: Ready) -> Completion:
         raise SandboxError("the doctor does not sample")
 
     async def count(self, request: ChatRequest) -> int:

@@ -168,6 +168,8 @@ class Attempt:
     """Position within the batch of samples; unique in one rollout."""
     rollout_id: int = 0
     """The trainer's rollout step that asked for it."""
+    evaluation: bool = False
+    """It measures the policy and is not trained: it overtakes training attempts that wait, and is never cut short."""
 
 
 IMAGE = "[image omitted]"
