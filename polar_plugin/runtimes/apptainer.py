@@ -86,8 +86,9 @@ class ApptainerRuntime:
         self._options = options_of({**spec.kwargs, **options})
         check(spec, proxy)
         self._spec, self._proxy, self._labels = spec, proxy, labels
-        relayed = proxy is not None and spec.network == "proxy_only"
-        self._relay = Relay(PROXY_PORT, cast("Path", proxy.unix_socket)) if relayed else None
+        self._relay = None
+        if proxy is not None and spec.network == "proxy_only":
+            self._relay = Relay(PROXY_PORT, cast("Path", proxy.unix_socket))
         self._limits = apptainer_argv.limits(
             memory_mb=spec.memory_mb, cpus=spec.cpus, processes=self._options.max_processes
         )
@@ -116,7 +117,7 @@ class ApptainerRuntime:
         self._directory = root / self._name
         apptainer_directories.make(self._directory, self._labels)
         if self._options.writables[0] == "copy":
-            await copy_tree(image, self._directory / "image")
+            await apptainer_directories.copy_image(image, self._directory / "image")
         self._opened = await self._open(interpreter_kit)
         if self._proxy is not None and self._spec.network != "none":
             self.proxy_url = f"http://127.0.0.1:{PROXY_PORT}" if self._relay else self._proxy.url

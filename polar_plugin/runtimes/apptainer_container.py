@@ -107,7 +107,7 @@ class Instance:
         self._guard = await _Guard.started(self._told())
 
     async def _started(self, argv: list[str], pid_file: Path) -> int:
-        said = self._directory / "said"
+        said, done = self._directory / "said", -1
         with said.open("wb") as file, anyio.move_on_after(START_SECONDS) as scope:
             done = await _ended(argv, self._program, file.fileno())
         if scope.cancelled_caught:
@@ -152,6 +152,7 @@ class Instance:
 
     async def _killed(self) -> None:
         """By name, as a start that failed half-way tells no pid."""
+        gone = False
         with anyio.CancelScope(shield=True):
             gone = await anyio.to_thread.run_sync(kill_named, self._name)
         if self._ended is not None:
@@ -178,11 +179,13 @@ class _Guard:
             os.write(begin, json.dumps({**told, "started": started, "life": ends}).encode())
             os.lseek(begin, 0, os.SEEK_SET)
             argv = [str(python()), "-I", "-S", guard.__file__, str(begin)]
+            process: Process | None = None
             try:
                 with anyio.CancelScope(shield=True):
                     process = await _open(argv, (begin, started, ends))
             finally:
                 os.close(started)
+            assert process is not None
             this = cls(process, life)
             try:
                 await this._listens(outlet)

@@ -15,6 +15,7 @@ from .apptainer_inside import KIT
 from .apptainer_options import ApptainerOptions
 from .bubblewrap import CONTROL, HOME, Mounts
 from .kit import Kit
+from .trees import copy_tree
 
 SOCKET = f"{CONTROL}/proxy.sock"
 GIVEN = f"{CONTROL}/in"
@@ -64,6 +65,22 @@ def box(
         as_root=os.getuid() == 0,
         overlay=directory / "overlay",
     )
+
+
+async def copy_image(image: Path, target: Path) -> None:
+    """Copy an image directory, but for its devices: Apptainer has its own. Raises SandboxError."""
+    for entry in _entries(image, target):
+        await copy_tree(entry, target / entry.name)
+
+
+def _entries(image: Path, target: Path) -> list[Path]:
+    """What is to be copied into `target`, which is made."""
+    if not image.is_dir():
+        raise SandboxError(
+            f"{image} is no directory, which alone can be copied: `apptainer build --sandbox DIRECTORY {image}`"
+        )
+    target.joinpath("dev").mkdir(parents=True)
+    return [entry for entry in image.iterdir() if entry.name != "dev"]
 
 
 def _bind(text: str) -> tuple[str, Path]:

@@ -1,4 +1,6 @@
-"""What is Apptainer's own: ways to write, the way to the proxy, limits that are looked after, and what dies with whom."""
+"""What is Apptainer's own: ways to write, the way to the proxy, limits that are looked after, what dies with whom."""
+
+# ruff: noqa: SIM117 - as in `test_isolation`
 
 from __future__ import annotations
 
@@ -106,15 +108,14 @@ async def test_no_network_is_no_proxy_and_the_hosts_network_is_the_proxys_own_po
 async def test_there_are_no_capabilities_and_nothing_of_the_kernels_settings_is_writable(
     mode: str, tmp_path: Path
 ) -> None:
-    """It is only asked whether a write would be let through: a test that failed by writing would change this machine."""
+    """It is only asked whether a write would be let through: a test that failed by writing would change the machine."""
     async with sandbox(isolation=mode, root=tmp_path) as box:
         assert (await box.exec("grep CapEff /proc/self/status")).stdout.split()[1] == b"0" * 16
         assert (await box.exec("grep NoNewPrivs /proc/self/status")).stdout.split()[1] == b"1"
         for place in ("sys/kernel/core_pattern", "sys/vm/drop_caches", "sysrq-trigger"):
             assert (await box.exec(f"! test -w /proc/{place}")).ok, place
-        found = await box.exec(
-            "find /proc /sys -maxdepth 5 -writable -type f 2>/dev/null | grep -vE '^/proc/([0-9]+|self|thread-self|pressure)/'"
-        )
+        everyones = "^/proc/([0-9]+|self|thread-self|pressure)/"
+        found = await box.exec(f"find /proc /sys -maxdepth 5 -writable -type f 2>/dev/null | grep -vE '{everyones}'")
         assert found.stdout == b""
         assert not (await box.exec(("ls", f"/proc/{os.getpid()}/root"))).ok
 
@@ -166,6 +167,14 @@ async def test_an_image_that_cannot_be_run_says_what_apptainer_said(tmp_path: Pa
         async with sandbox(isolation="instance", root=tmp_path / "root", image=str(tmp_path / "image.sif")):
             pass
     assert list((tmp_path / "root").iterdir()) == []
+
+
+@real
+async def test_only_a_directory_can_be_copied(tmp_path: Path) -> None:
+    (tmp_path / "image.sif").write_text("an image")
+    with pytest.raises(SandboxError, match=r"apptainer build --sandbox DIRECTORY .*image\.sif"):
+        async with sandbox(isolation="one_shot", root=tmp_path / "root", image=str(tmp_path / "image.sif")):
+            pass
 
 
 # --- limits ----------------------------------------------------------------------------------------------------------
