@@ -29,6 +29,8 @@ from polar_plugin.engine.tiny import CHAT_TEMPLATE, MARKS, SPECIAL
 IGNORED = -100
 LEARNING_RATE = 3e-3
 VOCABULARY = 2048
+CONTEXT = 32768
+"""Far more than a session has: programs compact by it, counting characters."""
 CAREFUL = 0.7
 
 
@@ -75,7 +77,7 @@ def make_tokenizer(frame: Frame) -> PreTrainedTokenizerFast:
         pad_token="<|endoftext|>",
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
-        model_max_length=4096,
+        model_max_length=CONTEXT,
     )
 
 
@@ -89,7 +91,7 @@ def make_model(tokenizer: Any, seed: int, *, layers: int = 2, width: int = 64) -
         num_attention_heads=4,
         num_key_value_heads=4,
         head_dim=width // 4,
-        max_position_embeddings=4096,
+        max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
