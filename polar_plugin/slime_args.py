@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, cast
 
 from .config import RolloutConfig, load_config
@@ -28,6 +28,10 @@ _UNUSED = (
     "rollout_stop_token_ids",
 )
 """Flags of slime's own rollout loop that would be ignored here."""
+
+
+_OWN_LOOP = ("custom_generate_function_path", "custom_rm_path", "rm_type", "rollout_sample_hook_path")
+"""Of these, those that slime's own loop honours beside a custom generate function."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,11 @@ def rollout_config(args: SlimeArgs, *, dataset: Any = None) -> RolloutConfig:
     if sections["engine"].get("kind", "sglang") == "sglang" and dataset is None:
         sections["engine"].setdefault("replay", _replay(args, sections["sampling"].get("top_p", 1.0)))
     return load_config({**given, **sections})
+
+
+def preflight_sample(args: SlimeArgs, config: RolloutConfig) -> None:
+    """The same for slime's own rollout loop, which may use those of its flags that take sessions of several traces."""
+    preflight(replace(args, **dict.fromkeys(_OWN_LOOP)), config)
 
 
 def preflight(args: SlimeArgs, config: RolloutConfig, *, asynchronous: bool = False) -> None:
