@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, cast
@@ -210,6 +211,11 @@ def _crashes(args: SlimeArgs) -> Iterator[str]:
         yield (
             f"--global-batch-size {args.global_batch_size} must divide --rollout-batch-size x --n-samples-per-prompt "
             f"= {sessions}: slime drops the sessions left over without a word"
+        )
+    if (args.rollout_max_response_len or 0) >= (args.rollout_max_context_len or math.inf):
+        yield (
+            f"--rollout-max-context-len {args.rollout_max_context_len} must be more than --rollout-max-response-len "
+            f"{args.rollout_max_response_len}: agents need room for a prompt"
         )
     if args.log_passrate:
         yield "leave out --log-passrate: it counts traces; the metrics rollout/session/pass@k count sessions"

@@ -87,7 +87,7 @@ def generate_async(args: Any, rollout_id: int, data_source: Any, evaluation: boo
         return _evaluate(args, told, rollout_id)
     call = Call(args, told, rollout_config(told), rollout_id)
     preflight(told, call.config, asynchronous=True)
-    first = _evaluate(args, told, rollout_id).metrics if _evaluates_first(call) else {}
+    first: dict[str, float] = _evaluate(args, told, rollout_id).metrics if _evaluates_first(call) else {}
     output = trained(collect_ahead(call, data_source), data_source)
     output.metrics.update(first)
     return output
