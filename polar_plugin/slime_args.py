@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, cast
 
 from .config import RolloutConfig, load_config
@@ -28,6 +29,10 @@ _UNUSED = (
     "rollout_stop_token_ids",
 )
 """Flags of slime's own rollout loop that would be ignored here."""
+
+
+_OWN_LOOP = ("custom_generate_function_path", "custom_rm_path", "rm_type", "rollout_sample_hook_path")
+"""Of these, those that slime's own loop honours beside a custom generate function."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +146,11 @@ def rollout_config(args: SlimeArgs, *, dataset: Any = None) -> RolloutConfig:
     return load_config({**given, **sections})
 
 
+def preflight_sample(args: SlimeArgs, config: RolloutConfig) -> None:
+    """The same for slime's own rollout loop, which may use those of its flags that take sessions of several traces."""
+    preflight(replace(args, **dict.fromkeys(_OWN_LOOP)), config)
+
+
 def preflight(args: SlimeArgs, config: RolloutConfig, *, asynchronous: bool = False) -> None:
     """Raise ConfigError that lists all that would train wrongly or crash, each with the flag to change.
 
@@ -201,6 +211,11 @@ def _crashes(args: SlimeArgs) -> Iterator[str]:
         yield (
             f"--global-batch-size {args.global_batch_size} must divide --rollout-batch-size x --n-samples-per-prompt "
             f"= {sessions}: slime drops the sessions left over without a word"
+        )
+    if (args.rollout_max_response_len or 0) >= (args.rollout_max_context_len or math.inf):
+        yield (
+            f"--rollout-max-context-len {args.rollout_max_context_len} must be more than --rollout-max-response-len "
+            f"{args.rollout_max_response_len}: agents need room for a prompt"
         )
     if args.log_passrate:
         yield "leave out --log-passrate: it counts traces; the metrics rollout/session/pass@k count sessions"

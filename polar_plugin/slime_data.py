@@ -209,8 +209,8 @@ def _hugging_face(name: str) -> Iterable[Row]:
     datasets: Any = importlib.import_module("datasets")
     path, _, split = name.partition(":")
     if (Path(path) / "state.json").exists():  # by `save_to_disk`
-        return datasets.load_from_disk(path)
-    return datasets.load_dataset(path, split=split or "train")
+        return cast("Iterable[Row]", datasets.load_from_disk(path))
+    return cast("Iterable[Row]", datasets.load_dataset(path, split=split or "train"))
 
 
 def _first(group: Sequence[Any]) -> Any:

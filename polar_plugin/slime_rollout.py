@@ -11,8 +11,11 @@ functions take and return `SlimeArgs`, `SampleLike`, `TrainOutput` and `EvalOutp
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -20,7 +23,7 @@ from tqdm import tqdm
 
 from . import slime_service
 from .rewards import advantages, collapse
-from .slime_args import SlimeArgs, preflight, rollout_config
+from .slime_args import SlimeArgs, preflight, preflight_sample, rollout_config
 from .slime_async import collect_ahead
 from .slime_collect import Group, collect, trained
 from .slime_data import PolarDataSource
@@ -43,6 +46,7 @@ __all__ = [
     "close",
     "generate",
     "generate_async",
+    "generate_sample",
     "leave_one_out_rewards",
     "post_process_rewards",
     "use_service",
@@ -83,10 +87,35 @@ def generate_async(args: Any, rollout_id: int, data_source: Any, evaluation: boo
         return _evaluate(args, told, rollout_id)
     call = Call(args, told, rollout_config(told), rollout_id)
     preflight(told, call.config, asynchronous=True)
-    first = _evaluate(args, told, rollout_id).metrics if _evaluates_first(call) else {}
+    first: dict[str, float] = _evaluate(args, told, rollout_id).metrics if _evaluates_first(call) else {}
     output = trained(collect_ahead(call, data_source), data_source)
     output.metrics.update(first)
     return output
+
+
+async def generate_sample(
+    args: Any, sample: Any, sampling_params: Mapping[str, Any], evaluation: bool = False
+) -> list[Any]:
+    """`--custom-generate-function-path`: one session within slime's own loops; its samples, one a trace, graded.
+
+    Sampling is what slime passes. Cancelling it ends the session. Raises ConfigError as `generate` does.
+    """
+    told = SlimeArgs.of(args)
+    names = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "max_new_tokens": "max_response_len"}
+    asked = SimpleNamespace(**{ours: sampling_params.get(theirs) for theirs, ours in names.items()})
+    config = rollout_config(told, dataset=asked if evaluation else None)
+    preflight_sample(told, config)
+    call = Call(args, told, config, 0, "evaluation" if evaluation else None)
+    number = sample.index if sample.index is not None else next(_unnumbered)
+    (attempt,) = call.attempts([sample], sample.group_index or 0, number)
+    trajectories = await asyncio.wrap_future(await asyncio.to_thread(slime_service.start, config, [attempt]))
+    check_complete([attempt], trajectories)
+    sessions = call.converted([sample], trajectories)
+    validate([sessions])
+    return sessions[0].samples
+
+
+_unnumbered = itertools.count()
 
 
 def post_process_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[float]]:

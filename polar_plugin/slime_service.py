@@ -98,7 +98,7 @@ def run(config: RolloutConfig, attempts: Sequence[Attempt], on_done: Callable[[T
 
     `on_done` is called in the service's thread.
     """
-    with Flights(config) as flights:
+    with Flights[None](config) as flights:
         flights.submit(None, attempts, on_done)
         return flights.next()[1]
 

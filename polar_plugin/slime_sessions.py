@@ -72,7 +72,7 @@ def slots_of(drawn: Sequence[Sequence[Any]], size: int, wanted: int) -> Groups:
 
     Raises ConfigError where that is not `wanted` groups of `size`.
     """
-    groups = [[each[0] if isinstance(each, list) else each for each in group] for group in drawn]
+    groups = [[cast("list[Any]", each)[0] if isinstance(each, list) else each for each in group] for group in drawn]
     if len(groups) != wanted or any(len(group) != size for group in groups):
         raise ConfigError(
             f"the data source gave groups of {[len(group) for group in groups]} samples, not {wanted} "

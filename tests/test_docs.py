@@ -13,6 +13,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from polar_plugin import slime_rollout
 from polar_plugin.cli import app
 from polar_plugin.config import RolloutConfig, load_config, load_task
 from polar_plugin.errors import ConfigError
@@ -72,6 +73,16 @@ def test_the_three_flags_for_slime_name_what_exists_and_pass_the_preflight() -> 
     config = rollout_config(args)
     preflight(args, config)
     assert config.engine.url == "http://127.0.0.1:3000"
+
+
+def test_the_page_on_slime_names_hooks_that_exist_and_leaves_out_none() -> None:
+    told = {cells[1].strip("`") for cells in rows("slime.md", "flag")}
+    assert all(callable(getattr(slime_rollout, name)) for name in told)
+    flags = [line for line in README.splitlines() if line.startswith("--")]
+    assert [line for line in (ROOT / "docs" / "slime.md").read_text().splitlines() if line.startswith("--")] == flags
+    hooks = {"generate", "post_process_rewards"} | told
+    others = {"EvalOutput", "SampleLike", "SlimeArgs", "TrainOutput", "close", "use_service"}
+    assert hooks == set(slime_rollout.__all__) - others
 
 
 def rows(page: str, heading: str) -> list[list[str]]:

@@ -103,6 +103,10 @@ def test_right_arguments_pass() -> None:
             "set --custom-reward-post-process-path polar_plugin.slime_rollout.",
         ),
         ({"use_dynamic_batch_size": False}, "set --use-dynamic-batch-size"),
+        (
+            {"rollout_max_response_len": 4096, "rollout_max_context_len": 4096},
+            "--rollout-max-context-len 4096 must be more than",
+        ),
         ({"log_passrate": True}, "leave out --log-passrate"),
         ({"group_rm": True}, "leave out --group-rm"),
         ({"rollout_top_p": 0.9, "polar": POLAR}, "set --rollout-top-p 1: the trainer replays"),
