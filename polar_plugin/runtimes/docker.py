@@ -164,14 +164,12 @@ class DockerRuntime:
         own = found["home"]
         if wanted is None and not self._options.read_only and own != "/" and own in found["writable"]:
             self.home = places[1] = own
-        missing = [place for place in places if place not in found["there"] or self._volume_to_give(place, found)]
-        if missing:
-            mode = (0o755, found["uid"], found["gid"])
-            await engine.put(self._name, archive.directories(dict.fromkeys(missing, mode)))
-
-    def _volume_to_give(self, place: str, found: Mapping[str, Any]) -> bool:
-        """The engine makes volumes that the image says nothing of, and they are root's."""
-        return self._options.read_only and place not in found["writable"]
+        mode = (0o755, found["uid"], found["gid"])
+        if missing := [place for place in places if place not in found["there"]]:
+            await engine.put(self._name, archive.directories(dict.fromkeys(missing, mode)), "/")
+        if self._options.read_only:  # volumes that the image says nothing of are root's
+            for place in set(places) - set(found["writable"]):
+                await engine.put(self._name, archive.directories({".": mode}), place)
 
     async def _why(self) -> str:
         """What a container that does not run says about it."""

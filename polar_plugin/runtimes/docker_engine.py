@@ -107,11 +107,11 @@ class Engine:
     async def logs(self, name: str) -> str:
         return "".join(await self.call("read logs", lambda: self._container(name).log(stdout=True, stderr=True)))
 
-    async def put(self, name: str, archive: bytes) -> None:
-        """Unpack a tar at the container's root, with the engine's rights and the archive's owners."""
+    async def put(self, name: str, archive: bytes, place: str) -> None:
+        """Unpack a tar at `place` in the container, with the engine's rights and the archive's owners."""
 
         async def ask() -> None:
-            await self._container(name).put_archive("/", archive)
+            await self._container(name).put_archive(place, archive)
 
         await self.call("make directories in the container", ask)
 

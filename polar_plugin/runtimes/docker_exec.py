@@ -86,18 +86,24 @@ class Conversation:
             self.truncated = self.truncated or out.truncated
 
     async def _converse(self, stream: Stream, out: Tail, err: Tail) -> None:
+        refused: SandboxError | None = None
         try:
             async with anyio.create_task_group() as group:
                 with anyio.move_on_after(self.timeout) as deadline:
                     group.start_soon(self._feed, stream)
                     if self.watch is not None:
                         group.start_soon(self._guard, self.watch, deadline)
-                    await self._drain(stream, out, err)
+                    try:
+                        await self._drain(stream, out, err)
+                    except SandboxError as error:  # the sink's
+                        refused = error
                 self.timed_out = deadline.cancelled_caught and not self.ended
                 group.cancel_scope.cancel()
         finally:
             if not self._finished:
                 await self._end(stream, out, err)
+        if refused is not None:
+            raise refused
 
     async def _guard(self, watch: Watch, deadline: anyio.CancelScope) -> None:
         await watch.over()
