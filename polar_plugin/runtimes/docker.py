@@ -167,9 +167,9 @@ class DockerRuntime:
         mode = (0o755, found["uid"], found["gid"])
         if missing := [place for place in places if place not in found["there"]]:
             await engine.put(self._name, archive.directories(dict.fromkeys(missing, mode)), "/")
-        if self._options.read_only:  # volumes that the image says nothing of are root's
-            for place in set(places) - set(found["writable"]):
-                await engine.put(self._name, archive.directories({".": mode}), place)
+        if closed := sorted(set(places) - set(found["writable"])) if self._options.read_only else []:
+            # Volumes that the image says nothing of are root's, and there root has no right but an owner's.
+            await self._work({"mode": "share", "places": closed}, user="0", told="open the volumes")
 
     async def _why(self) -> str:
         """What a container that does not run says about it."""
@@ -275,11 +275,11 @@ class DockerRuntime:
             self._running.discard(execution)
             execution.ended.set()
 
-    async def _converse(self, execution: _Execution, told: Conversation) -> str:
+    async def _converse(self, execution: _Execution, told: Conversation, user: str = "") -> str:
         """Have a supervisor of the container's run it; the id of the engine's exec. Raises SandboxError."""
         engine = self._its(self._engine)
         with execution.scope:
-            prepared = await engine.prepare_exec(self._name, self._its(self._kit).argv(KIT, "run"), env={})
+            prepared = await engine.prepare_exec(self._name, self._its(self._kit).argv(KIT, "run"), user)
             try:
                 await told.run(prepared, engine.slot("exec", EXECS))
             finally:
@@ -296,12 +296,13 @@ class DockerRuntime:
         *,
         payload: AsyncIterator[bytes] | None = None,
         sink: Callable[[bytes], Any] | None = None,
+        user: str = "",
         told: str,
     ) -> Mapping[str, Any]:
         """What the supervisor does by itself; what it found. Raises SandboxError."""
         with self._execution() as execution:
             conversation = Conversation(order, payload or _pieces(b""), 1 << 16, sink=sink)
-            await self._converse(execution, conversation)
+            await self._converse(execution, conversation, user)
         report = conversation.report
         if report is None or report.error is not None:
             said = (conversation.stdout + conversation.stderr).decode(errors="replace")
@@ -353,11 +354,13 @@ class DockerRuntime:
                     return int(found["ExitCode"])
                 await anyio.sleep(0.05)
         await self._give_up("the engine's connection was lost, and the command did not end by itself")
-        raise SandboxError("the connection to the engine was lost while a command ran; it was killed and is not run again")
+        raise SandboxError(
+            "the connection to the engine was lost while a command ran; it was killed and is not run again"
+        )
 
     async def _cleared(self, engine: Engine) -> None:
         """After a supervisor's death: have the first process kill what it had watched over."""
-        prepared = await engine.prepare_exec(self._name, self._its(self._kit).argv(KIT, "census"), env={})
+        prepared = await engine.prepare_exec(self._name, self._its(self._kit).argv(KIT, "census"))
         census = Conversation({}, _pieces(b""), 1 << 16, timeout=KILL_GRACE)
         await census.run(prepared, engine.slot("exec", EXECS))
         if await self._exit_code(engine, prepared.id):

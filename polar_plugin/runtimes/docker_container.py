@@ -70,7 +70,9 @@ def options(given: Mapping[str, Any]) -> DockerOptions:
     if found.pull not in ("missing", "never", "always"):
         raise ConfigError(f"runtime.kwargs.pull is 'missing', 'never' or 'always', not {found.pull!r}")
     if found.harness_root is not None and not Path(found.harness_root).is_dir():
-        raise ConfigError(f"runtime.kwargs.harness_root is a directory of this machine, and {found.harness_root!r} is none")
+        raise ConfigError(
+            f"runtime.kwargs.harness_root is a directory of this machine, and {found.harness_root!r} is none"
+        )
     return found
 
 
@@ -79,7 +81,9 @@ def check(spec: RuntimeSpec, proxy: ProxyEndpoint | None) -> None:
     if not spec.image:
         raise ConfigError("runtime.image is not set: the docker runtime needs the name of an image")
     if spec.network not in NETWORKS:
-        raise ConfigError(f"runtime.network of the docker runtime is one of {', '.join(NETWORKS)}, not {spec.network!r}")
+        raise ConfigError(
+            f"runtime.network of the docker runtime is one of {', '.join(NETWORKS)}, not {spec.network!r}"
+        )
     if spec.workdir is not None and not spec.workdir.startswith("/"):
         raise ConfigError(f"runtime.workdir must be absolute, not {spec.workdir!r}")
     if spec.network == "proxy_only" and proxy is not None and proxy.unix_socket is None:

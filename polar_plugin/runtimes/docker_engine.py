@@ -27,7 +27,16 @@ _TRIES = 4
 _PULL_TRIES = 5
 _CANNOT_CONNECT = 900
 _AGAIN = frozenset({_CANNOT_CONNECT, 429, 500, 502, 503, 504})
-_NEVER_AGAIN = ("no space left", "oci runtime", "no such", "not found", "denied", "unauthorized", "read-only", "bind source")
+_NEVER_AGAIN = (
+    "no space left",
+    "oci runtime",
+    "no such",
+    "not found",
+    "denied",
+    "unauthorized",
+    "read-only",
+    "bind source",
+)
 
 _limits: anyio.lowlevel.RunVar[dict[tuple[str, str], anyio.CapacityLimiter]] = anyio.lowlevel.RunVar("docker_limits")
 _pulls: anyio.lowlevel.RunVar[dict[str, anyio.Lock]] = anyio.lowlevel.RunVar("docker_pulls")
@@ -115,11 +124,11 @@ class Engine:
 
         await self.call("make directories in the container", ask)
 
-    async def prepare_exec(self, name: str, argv: Sequence[str], *, env: Mapping[str, str]) -> Exec:
-        """What runs only once it is started."""
+    async def prepare_exec(self, name: str, argv: Sequence[str], user: str = "") -> Exec:
+        """What runs only once it is started, as the container's user unless told otherwise."""
 
         async def ask() -> Exec:
-            return await self._container(name).exec(list(argv), stdin=True, environment=env)
+            return await self._container(name).exec(list(argv), stdin=True, user=user)
 
         return await self.call("prepare a command", ask)
 
@@ -200,7 +209,9 @@ def _is_final(error: DockerError) -> bool:
 def _worth_another_pull(error: Exception) -> bool:
     """Whether it may be the network, or a limit on how often one may ask."""
     told = _told(error).lower()
-    if any(reason in told for reason in ("toomanyrequests", "429", "timeout", "timed out", "reset", "eof", "503", "502")):
+    if any(
+        reason in told for reason in ("toomanyrequests", "429", "timeout", "timed out", "reset", "eof", "503", "502")
+    ):
         return True
     return isinstance(error, DockerError) and error.status in _AGAIN and not _is_final(error)
 

@@ -67,7 +67,9 @@ async def _listed(engine: Engine, path: str, **params: str) -> list[dict[str, An
 
 def _abandoned(found: Mapping[str, Any]) -> bool:
     judged = life(found["Labels"][LABEL])
-    return judged is Life.DEAD or (judged is Life.UNKNOWN and found.get("State") in ("exited", "dead") and _earlier(found))
+    return judged is Life.DEAD or (
+        judged is Life.UNKNOWN and found.get("State") in ("exited", "dead") and _earlier(found)
+    )
 
 
 def _earlier(found: Mapping[str, Any]) -> bool:

@@ -8,18 +8,19 @@ Run by the interpreter of the kit (`kit`), standard library only, in an image th
 
 On `run`'s stdin: four bytes of length, a JSON object, then what the object announces. Nothing of it is on a command line.
 
-    mode       "exec": a command; "pack": tar of `path` to stdout; "unpack": tar from stdin to `path`; "probe": see `probe`
+    mode       "exec": a command; "pack": tar of `path` to stdout; "unpack": tar from stdin to `path`; "probe": see `probe`;
+               "share": let everybody write to `places`
     nonce      what comes before the report
     argv       of "exec"; or `script`, which a shell of the image reads from a descriptor; with env, cwd
     stdin      of "exec": how many bytes follow; the command finds them, and then the end
-    places     of "probe"
+    places     of "probe" and "share"
 
 Anything more on stdin, and its end above all, is a deadline: every process that the command has started is killed. So
 the death of the client is its agents' death. The last thing on stderr, written when nobody else is left to write, is
 the report: nonce, JSON object (code, oom, error), newline. A run without a report was ended from outside.
 """
 
-# ruff: noqa: SIM105, PTH110, PTH112, PTH118, PTH120, PTH123 - each import is paid for each time
+# ruff: noqa: SIM105, PTH101, PTH110, PTH112, PTH118, PTH120, PTH123 - each import is paid for each time
 
 from __future__ import annotations
 
@@ -281,10 +282,16 @@ def work(start: dict[str, Any]) -> dict[str, Any]:
 
 
 def pack(start: dict[str, Any]) -> None:
+    threading.Thread(target=end_with_client, daemon=True).start()
     for piece in archive.pack(os.path.join(start["cwd"], start["path"])):
         view = memoryview(piece)
         while view:
             view = view[os.write(1, view) :]
+
+
+def end_with_client() -> NoReturn:
+    os.read(0, 1)
+    os._exit(137)
 
 
 def unpack(start: dict[str, Any]) -> None:
@@ -306,4 +313,9 @@ def probe(start: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-WORK = {"pack": pack, "unpack": unpack, "probe": probe}
+def share(start: dict[str, Any]) -> None:
+    for place in start["places"]:
+        os.chmod(place, 0o1777)
+
+
+WORK = {"pack": pack, "unpack": unpack, "probe": probe, "share": share}

@@ -56,7 +56,9 @@ def derived() -> Generator[str]:
     """An image whose user is not root and whose workspace is that user's."""
     changes = ("USER 1000:1000", "WORKDIR /project", "ENV FROM_IMAGE=1 LD_PRELOAD=/no/such.so")
     name = f"polar-test-{secrets.token_hex(4)}"
-    made = docker("run", "--detach", IMAGE, "sh", "-c", "mkdir /project && echo x > /project/f && chown -R 1000 /project")
+    made = docker(
+        "run", "--detach", IMAGE, "sh", "-c", "mkdir /project && echo x > /project/f && chown -R 1000 /project"
+    )
     docker("wait", made)
     docker("commit", *(part for change in changes for part in ("--change", change)), made, name)
     docker("rm", made)
@@ -91,7 +93,9 @@ async def test_the_engine_is_told_every_limit(tmp_path: Path) -> None:
         assert (await box.exec("ulimit -n; id -u; grep -E 'CapEff|NoNewPrivs' /proc/self/status")).stdout.split() == [
             b"999", b"1234", b"CapEff:", b"0" * 16, b"NoNewPrivs:", b"1",
         ]  # fmt: skip
-        assert (await box.exec("echo x > f && cat f && touch $HOME/h")).stdout == b"x\n", "workspace and home are its own"
+        assert (await box.exec("echo x > f && cat f && touch $HOME/h")).stdout == b"x\n", (
+            "workspace and home are its own"
+        )
         labels = found["Config"]["Labels"]
         assert labels["polar.session"] == str(tmp_path)
         assert labels["polar.owner"].count(":") == 3
@@ -166,7 +170,9 @@ async def test_a_read_only_image_can_be_written_to_where_work_is_done(derived: s
         async with container(image=image, kwargs={"read_only": True}) as box:
             for place in ("/x", "/usr/x", "/etc/x", "/var/x", "/run/polar/x"):
                 assert not (await box.exec(f"echo > {place}")).ok, place
-            assert (await box.exec('echo 1 > w && echo 2 > "$HOME/h" && echo 3 > /tmp/t; cat w ~/h /tmp/t')).stdout == b"1\n2\n3\n"
+            assert (
+                await box.exec('echo 1 > w && echo 2 > "$HOME/h" && echo 3 > /tmp/t; cat w ~/h /tmp/t')
+            ).stdout == b"1\n2\n3\n"
             await box.upload(b"given", "/tmp/deep/given")
             assert (await box.exec("cat /tmp/deep/given")).stdout == b"given"
 
@@ -223,12 +229,24 @@ async def test_the_proxy_is_reached_with_ones_own_key_and_nothing_else_is(tmp_pa
     port = listener.extra(anyio.abc.SocketAttribute.local_port)
     gateway = docker("network", "inspect", "bridge", "--format", "{{(index .IPAM.Config 0).Gateway}}")
     proxy = Proxy(config)
-    async with listener, proxy.serving(), proxy.session("a", _NoReply()) as own, proxy.session("b", _NoReply()) as other:
-        async with container(proxy=proxy.endpoint, kwargs={"user": "1000"}) as box, container(proxy=proxy.endpoint) as neighbour:
+    async with (
+        listener,
+        proxy.serving(),
+        proxy.session("a", _NoReply()) as own,
+        proxy.session("b", _NoReply()) as other,
+    ):
+        async with (
+            container(proxy=proxy.endpoint, kwargs={"user": "1000"}) as box,
+            container(proxy=proxy.endpoint) as neighbour,
+        ):
             await neighbour.exec("echo $KEY > key", env={"KEY": other.key})
-            answers = [await box.exec(("python3", "-c", ASK, box.proxy_url, key)) for key in (own.key, "b", "polar-guess")]
+            answers = [
+                await box.exec(("python3", "-c", ASK, box.proxy_url, key)) for key in (own.key, "b", "polar-guess")
+            ]
             assert [answer.stdout.strip() for answer in answers] == [b"200", b"401", b"401"]
-            found = await box.exec(f"grep -rs {other.key[:-1]}[{other.key[-1]}] /proc/*/environ /workspace /tmp /home /run")
+            found = await box.exec(
+                f"grep -rs {other.key[:-1]}[{other.key[-1]}] /proc/*/environ /workspace /tmp /home /run"
+            )
             assert found.stdout == b""
             own_port = proxy.url.rpartition(":")[2]
             for host in ("127.0.0.1", gateway, "host.docker.internal", "192.0.2.1", "1.1.1.1", "deb.debian.org"):
