@@ -1,9 +1,9 @@
 """Containers of a Docker engine, or of whatever speaks its API: rootless Podman's socket, say.
 
 A container has no network but a loopback on which its first process relays to the proxy's Unix socket (`proxy_only`),
-no capabilities, no way to new privileges, and bounds on memory, processors and processes. Its programs of ours come in a
-kit of their own (`kit`), so an image needs neither Python nor an init. What the agent starts dies with its command; a
-container nobody remembers ends after its TTL, and the sweep removes what a dead owner left.
+no capabilities, no way to new privileges, and bounds on memory, processors and processes. What of ours runs inside
+comes in a kit (`kit`), so an image needs neither Python nor an init. What the agent starts dies with its command; a container
+nobody remembers ends after its TTL, and the sweep removes what a dead owner left.
 
 The agent is root in its container where the image says so, but root without capabilities: files of other users are
 closed to it. Disk space is the engine's to bound. Files go in and out with the rights of the user that commands have.
@@ -12,9 +12,8 @@ closed to it. Disk space is the engine's to bound. Files go in and out with the 
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from collections.abc import Generator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -84,7 +83,7 @@ class DockerRuntime:
             raise SandboxError("a sandbox is started once")
         self._engine = engine = Engine(self._options.url, seconds=self._options.start_seconds)
         if not engine.local:
-            _check_remote(self._spec)
+            raise ConfigError("runtime.kwargs.url: only an engine behind a Unix socket can mount what this machine has")
         await sweep_once(self._options.url)
         self._kit = await anyio.to_thread.run_sync(kit.installed)
         image = await engine.image(str(self._spec.image), pull=self._options.pull, auth=self._options.auth)
@@ -210,7 +209,7 @@ class DockerRuntime:
 
     async def upload(self, source: Path | bytes, target: str) -> None:
         """As `Runtime.upload`, streamed, with the rights of the user that commands have."""
-        if isinstance(source, Path) and not source.exists() and not source.is_symlink():
+        if isinstance(source, Path) and not _exists(source):
             raise SandboxError(f"cannot upload {source}: it does not exist")
         pieces = archive.content(source) if isinstance(source, bytes) else archive.pack(str(source))
         order = {"mode": "unpack", "path": target, "cwd": self.workdir}
@@ -422,7 +421,5 @@ async def _streamed(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
         yield piece
 
 
-def _check_remote(spec: RuntimeSpec) -> None:
-    raise ConfigError(
-        "runtime.kwargs.url: the engine must be reached by a Unix socket, so that it can mount this machine's directories"
-    )
+def _exists(path: Path) -> bool:
+    return path.exists() or path.is_symlink()

@@ -1,20 +1,17 @@
-"""A Docker engine's client: each call with a deadline, its faults as SandboxError, and what may be repeated repeated."""
+"""A Docker engine's client: each call has a deadline, faults are SandboxErrors, what may be repeated is."""
 
 from __future__ import annotations
 
-import json
 import random
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from collections.abc import AsyncGenerator
 from typing import Any, TypeVar
 
 import aiohttp
 import anyio
 import anyio.lowlevel
 from aiodocker import Docker, DockerError
-from aiodocker.containers import DockerContainer
 from aiodocker.execs import Exec
 
 from ..errors import SandboxError
@@ -93,10 +90,10 @@ class Engine:
         await self.call(f"create a container of {config['Image']}", ask)
 
     async def start(self, name: str) -> None:
-        await self.call("start the container", self._container(name).start)
+        await self.call("start the container", lambda: self._container(name).start())
 
     async def inspect(self, name: str) -> dict[str, Any]:
-        return await self.call("look at the container", self._container(name).show)
+        return await self.call("look at the container", lambda: self._container(name).show())
 
     async def signal(self, name: str, number: str) -> None:
         await self.call(f"send {number} to the container", lambda: self._container(name).kill(signal=number))
@@ -132,8 +129,10 @@ class Engine:
 
         return await self.call("prepare a command", ask)
 
-    def _container(self, name: str) -> DockerContainer:
-        return self.docker.containers.container(name)
+    def _container(self, name: str) -> Any:
+        """Its methods are typed too vaguely to be of use."""
+        containers: Any = self.docker.containers
+        return containers.container(name)
 
     # --- images -------------------------------------------------------------------------------------------------------
 
@@ -218,7 +217,7 @@ def _worth_another_pull(error: Exception) -> bool:
 
 def _told(error: Exception) -> str:
     if isinstance(error, DockerError):
-        return error.message if isinstance(error.message, str) else json.dumps(error.message)
+        return str(error.message)
     return str(error) or repr(error)
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import anyio
@@ -73,7 +73,7 @@ class Conversation:
         try:
             async with AsyncExitStack() as stack:
                 async with beginning:
-                    await stack.enter_async_context(stream)
+                    await stack.enter_async_context(cast("AbstractAsyncContextManager[Stream]", stream))
                 await self._converse(stream, out, err)
         except (DockerError, aiohttp.ClientError, ConnectionError) as error:
             if not isinstance(error, DockerError) and self._fed:
@@ -132,7 +132,7 @@ class Conversation:
         self._finished = True
 
     async def _end(self, stream: Stream, out: Tail, err: Tail) -> None:
-        """Have the command killed and wait for the report. One that has not heard all of its order has begun nothing."""
+        """Have the command killed and wait for the report. One that has not heard its whole order has begun nothing."""
         self.sink = None if self.sink is None else _drop
         with anyio.CancelScope(shield=True), anyio.move_on_after(KILL_GRACE):
             if self._fed:

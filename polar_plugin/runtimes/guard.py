@@ -12,7 +12,7 @@ Run as `python -I -S guard.py FD`, standard library only. FD holds a JSON object
 Every process of the instance has ended when this one does.
 """
 
-# ruff: noqa: PTH100, PTH120, PTH123, E402 - `forward` is imported as the program that it is
+# ruff: noqa: PTH100, PTH120, PTH123 - `forward` is imported as the program that it is
 
 from __future__ import annotations
 

@@ -6,10 +6,10 @@ Run by the interpreter of the kit (`kit`), standard library only, in an image th
     inside run                     starts what stdin describes, and ends when it and all it has started have ended
     inside census                  has PID 1 kill what outlived a supervisor, and waits until it is gone
 
-On `run`'s stdin: four bytes of length, a JSON object, then what the object announces. Nothing of it is on a command line.
+On `run`'s stdin: four bytes of length, a JSON object, then what the object announces. None of it is on a command line.
 
-    mode       "exec": a command; "pack": tar of `path` to stdout; "unpack": tar from stdin to `path`; "probe": see `probe`;
-               "share": let everybody write to `places`
+    mode       "exec": a command; "pack": tar of `path` to stdout; "unpack": tar from stdin to `path`;
+               "probe": see `probe`; "share": let everybody write to `places`
     nonce      what comes before the report
     argv       of "exec"; or `script`, which a shell of the image reads from a descriptor; with env, cwd
     stdin      of "exec": how many bytes follow; the command finds them, and then the end
@@ -20,7 +20,7 @@ the death of the client is its agents' death. The last thing on stderr, written 
 the report: nonce, JSON object (code, oom, error), newline. A run without a report was ended from outside.
 """
 
-# ruff: noqa: SIM105, PTH101, PTH110, PTH112, PTH118, PTH120, PTH123 - each import is paid for each time
+# ruff: noqa: SIM105, PTH101, PTH103, PTH110, PTH112, PTH118, PTH120, PTH123 - each import is paid for each time
 
 from __future__ import annotations
 
@@ -92,10 +92,7 @@ def run() -> int:
     if start is None:
         return 1  # the client went away before it had said what to do
     nonce = start["nonce"].encode()
-    if start["mode"] == "exec":
-        report = supervise(start)
-    else:
-        report = work(start)
+    report = supervise(start) if start["mode"] == "exec" else work(start)
     write_report(nonce + json.dumps(report).encode() + b"\n")
     return report["code"]
 
@@ -160,8 +157,12 @@ def given_stdin(size: int) -> int | None:
 def wake_on_child() -> int:
     outlet, inlet = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(inlet, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGCHLD, nothing)
     return outlet
+
+
+def nothing(number: int, frame: object) -> None:
+    """That there is a handler is what wakes us."""
 
 
 def spawn(start: dict[str, Any], given: int) -> int:
@@ -283,7 +284,7 @@ def work(start: dict[str, Any]) -> dict[str, Any]:
 
 def pack(start: dict[str, Any]) -> None:
     threading.Thread(target=end_with_client, daemon=True).start()
-    for piece in archive.pack(os.path.join(start["cwd"], start["path"])):
+    for piece in archive.pack(os.path.join(str(start["cwd"]), str(start["path"]))):
         view = memoryview(piece)
         while view:
             view = view[os.write(1, view) :]
@@ -295,7 +296,7 @@ def end_with_client() -> NoReturn:
 
 
 def unpack(start: dict[str, Any]) -> None:
-    target = os.path.join(start["cwd"], start["path"])
+    target = os.path.join(str(start["cwd"]), str(start["path"]))
     os.makedirs(os.path.dirname(target) or "/", exist_ok=True)
     archive.unpack(lambda size: os.read(0, size), target)
 
