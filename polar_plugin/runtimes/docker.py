@@ -2,8 +2,8 @@
 
 A container has no network but a loopback on which its first process relays to the proxy's Unix socket (`proxy_only`),
 no capabilities, no way to new privileges, and bounds on memory, processors and processes. What of ours runs inside
-comes in a kit (`kit`), so an image needs neither Python nor an init. What the agent starts dies with its command; a container
-nobody remembers ends after its TTL, and the sweep removes what a dead owner left.
+comes in a kit (`kit`), so an image needs neither Python nor an init. What the agent starts dies with its command; a
+container nobody remembers ends after its TTL, and the sweep removes what a dead owner left.
 
 The agent is root in its container where the image says so, but root without capabilities: files of other users are
 closed to it. Disk space is the engine's to bound. Files go in and out with the rights of the user that commands have.
@@ -12,7 +12,7 @@ closed to it. Disk space is the engine's to bound. Files go in and out with the 
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +26,7 @@ import anyio.to_thread
 
 from ..errors import ConfigError, SandboxError
 from ..records import RuntimeSpec
-from . import archive, kit
+from . import archive, inside, kit
 from .base import ExecResult, ProxyEndpoint, Watch
 from .docker_container import DEFAULT_HOME, DEFAULT_WORKDIR, KIT, PROXY_PORT, Plan, check, options
 from .docker_engine import EXECS, STARTS, Engine, Missing
@@ -35,6 +35,7 @@ from .docker_sweep import living, sweep_once
 from .owner import LABEL, mine
 from .process import KILL_GRACE
 from .staging import staged
+from .streams import Reader, pieces, streamed
 
 T = TypeVar("T")
 
@@ -204,17 +205,17 @@ class DockerRuntime:
             "stdin": len(stdin),
         }
         with self._execution() as execution:
-            told = Conversation(order, _pieces(stdin), self._options.output_bytes, timeout, watch)
+            told = Conversation(order, pieces(stdin), self._options.output_bytes, timeout, watch)
             return await self._result(told, await self._converse(execution, told))
 
     async def upload(self, source: Path | bytes, target: str) -> None:
         """As `Runtime.upload`, streamed, with the rights of the user that commands have."""
         if isinstance(source, Path) and not _exists(source):
             raise SandboxError(f"cannot upload {source}: it does not exist")
-        pieces = archive.content(source) if isinstance(source, bytes) else archive.pack(str(source))
+        made = archive.content(source) if isinstance(source, bytes) else archive.pack(str(source))
         order = {"mode": "unpack", "path": target, "cwd": self.workdir}
         try:
-            await self._work(order, payload=_streamed(pieces), told=f"copy to {target!r}")
+            await self._work(order, payload=streamed(made), told=f"copy to {target!r}")
         except OSError as error:
             raise SandboxError(f"cannot upload {source!r}: {error}") from error
 
@@ -227,7 +228,7 @@ class DockerRuntime:
     async def _receive(self, order: Mapping[str, Any], place: Path, *, told: str) -> None:
         """The container's side writes a tar, which a thread of ours takes apart."""
         send, receive = anyio.create_memory_object_stream[bytes](16)
-        reader = _Reader(receive)
+        reader = Reader(receive)
         work = partial(archive.unpack, reader.read, str(place), limit=self._options.download_bytes)
         problem: list[SandboxError] = []
 
@@ -300,7 +301,7 @@ class DockerRuntime:
     ) -> Mapping[str, Any]:
         """What the supervisor does by itself; what it found. Raises SandboxError."""
         with self._execution() as execution:
-            conversation = Conversation(order, payload or _pieces(b""), 1 << 16, sink=sink)
+            conversation = Conversation(order, payload or pieces(b""), 1 << 16, sink=sink)
             await self._converse(execution, conversation, user)
         report = conversation.report
         if report is None or report.error is not None:
@@ -338,6 +339,8 @@ class DockerRuntime:
                 return _KILLED, state["OOMKilled"]
             raise SandboxError(f"{self._broken} while a command ran, with exit code {state['ExitCode']}")
         code = await self._exit_code(engine, exec_id)
+        if code == inside.LOST:
+            raise SandboxError("the connection to the engine broke; the command was killed, and is not run again")
         if code != _KILLED:
             said = (told.stdout + told.stderr).decode(errors="replace").strip()
             raise SandboxError(f"the sandbox did not start its command: {said or f'exit code {code}'}")
@@ -353,14 +356,12 @@ class DockerRuntime:
                     return int(found["ExitCode"])
                 await anyio.sleep(0.05)
         await self._give_up("the engine's connection was lost, and the command did not end by itself")
-        raise SandboxError(
-            "the connection to the engine was lost while a command ran; it was killed and is not run again"
-        )
+        raise SandboxError(f"{self._broken}; it is not run again")
 
     async def _cleared(self, engine: Engine) -> None:
         """After a supervisor's death: have the first process kill what it had watched over."""
         prepared = await engine.prepare_exec(self._name, self._its(self._kit).argv(KIT, "census"))
-        census = Conversation({}, _pieces(b""), 1 << 16, timeout=KILL_GRACE)
+        census = Conversation({}, pieces(b""), 1 << 16, timeout=KILL_GRACE)
         await census.run(prepared, engine.slot("exec", EXECS))
         if await self._exit_code(engine, prepared.id):
             await self._give_up("processes outlived their command")
@@ -387,38 +388,9 @@ class DockerRuntime:
         return part
 
 
-class _Reader:
-    """A stream of pieces, read from a thread."""
-
-    def __init__(self, receive: anyio.abc.ObjectReceiveStream[bytes]) -> None:
-        self._receive = receive
-        self._held = b""
-
-    def read(self, size: int) -> bytes:
-        """Up to `size` bytes; b"" at the end."""
-        if not self._held:
-            try:
-                self._held = anyio.from_thread.run(self._receive.receive)
-            except anyio.EndOfStream:
-                return b""
-        piece, self._held = self._held[:size], self._held[size:]
-        return piece
-
-
 def _plainest(problems: Sequence[SandboxError]) -> SandboxError:
     """Where one side failed the other does too: a stream that broke off is the lesser news."""
     return next((error for error in problems if "no whole archive" not in str(error)), problems[0])
-
-
-async def _pieces(data: bytes) -> AsyncIterator[bytes]:
-    for at in range(0, len(data), archive.PIECE):
-        yield data[at : at + archive.PIECE]
-
-
-async def _streamed(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
-    """Made in a thread: files are read on the way."""
-    while (piece := await anyio.to_thread.run_sync(next, pieces, None)) is not None:
-        yield piece
 
 
 def _exists(path: Path) -> bool:

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 _SHELLS = ("/bin/bash", "/usr/bin/bash", "/bin/sh", "/system/bin/sh")
 _OOM_COUNTERS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
+LOST = 113
+"""The exit code of a supervisor whose client has gone: a report would reach nobody."""
 _PREFERRED_VICTIM = b"500"
 _SET_DUMPABLE, _SET_CHILD_SUBREAPER = 4, 36
 
@@ -210,7 +212,7 @@ def prefer_as_victim() -> None:
 
 
 def wait(child: int, woken: int) -> int:
-    """Reap until the command has ended; its exit code, or 137 where the client says that it is over."""
+    """Reap until the command has ended; its exit code; 137 where the client says so, LOST where it has gone."""
     poll = select.poll()
     poll.register(0, select.POLLIN)
     poll.register(woken, select.POLLIN)
@@ -219,7 +221,7 @@ def wait(child: int, woken: int) -> int:
             return code
         ready = {fd for fd, _ in poll.poll()}
         if 0 in ready:
-            return 137
+            return 137 if os.read(0, 1) else LOST
         os.read(woken, 4096)
 
 

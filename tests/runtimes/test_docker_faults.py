@@ -195,7 +195,12 @@ class Registry:
             for kind, (digest, blob) in zip(kinds, self.blobs.items(), strict=True)
         ]
         self.kind = "application/vnd.docker.distribution.manifest.v2+json"
-        told: dict[str, Any] = {"schemaVersion": 2, "mediaType": self.kind, "config": described[0], "layers": described[1:]}
+        told: dict[str, Any] = {
+            "schemaVersion": 2,
+            "mediaType": self.kind,
+            "config": described[0],
+            "layers": described[1:],
+        }
         self.manifest = json.dumps(told).encode()
 
     @staticmethod
