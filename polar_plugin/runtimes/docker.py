@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
-import anyio.abc
-import anyio.from_thread
 import anyio.to_thread
 
 from ..errors import ConfigError, SandboxError
@@ -39,7 +37,8 @@ from .streams import Reader, pieces, streamed
 
 T = TypeVar("T")
 
-_KILLED = 137
+_KILLED, _ENGINES_OWN = 137, 126
+"""Exit codes: of what was killed; and what an engine says of a command that it did not start, or has lost sight of."""
 _LATE_GRACE = 10.0
 """Seconds in which a container may still appear whose making was given up."""
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -339,10 +338,11 @@ class DockerRuntime:
                 return _KILLED, state["OOMKilled"]
             raise SandboxError(f"{self._broken} while a command ran, with exit code {state['ExitCode']}")
         code = await self._exit_code(engine, exec_id)
-        if code == inside.LOST:
-            raise SandboxError("the connection to the engine broke; the command was killed, and is not run again")
+        said = (told.stdout + told.stderr).decode(errors="replace").strip()
+        if code == inside.LOST or (code == _ENGINES_OWN and not said):
+            await self._give_up("the connection to the engine broke while a command ran")
+            raise SandboxError(f"{self._broken}; it is not run again")
         if code != _KILLED:
-            said = (told.stdout + told.stderr).decode(errors="replace").strip()
             raise SandboxError(f"the sandbox did not start its command: {said or f'exit code {code}'}")
         await self._cleared(engine)
         return code, False
