@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import io
 import json
 import secrets
+import socket
 import tarfile
 import time
 from collections.abc import AsyncGenerator
@@ -46,35 +48,35 @@ class Between:
     async def serve(self, client: anyio.abc.SocketStream) -> None:
         """A held request reaches the engine though its sender may have gone: that is what makes a container late."""
         async with client, await anyio.connect_unix(ENGINE) as engine, anyio.create_task_group() as group:
-            group.start_soon(self._break, group.cancel_scope)
+            group.start_soon(self._break, client, engine)
             group.start_soon(self._back, engine, client)
-            with_end = False
             try:
                 async for piece in client:
                     if self.hold and self.hold in piece.split(b"\r\n", 1)[0]:
                         self.held.set()
                         await self.go.wait()
                     await engine.send(piece)
-                with_end = True
                 await engine.send_eof()
             except (anyio.BrokenResourceError, anyio.ClosedResourceError):
-                if not with_end:
-                    group.cancel_scope.cancel()
+                group.cancel_scope.cancel()
 
     async def _back(self, engine: anyio.abc.SocketStream, client: anyio.abc.SocketStream) -> None:
         gone = False
-        async for piece in engine:
-            try:
-                if not gone:
-                    await client.send(piece)
-            except (anyio.BrokenResourceError, anyio.ClosedResourceError):
-                gone = True
+        with contextlib.suppress(anyio.BrokenResourceError):
+            async for piece in engine:
+                try:
+                    if not gone:
+                        await client.send(piece)
+                except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+                    gone = True
         if not gone:
             await client.aclose()
 
-    async def _break(self, scope: anyio.CancelScope) -> None:
+    async def _break(self, *ends: anyio.abc.SocketStream) -> None:
         await self.cut.wait()
-        scope.cancel()
+        for end in ends:
+            with contextlib.suppress(OSError):
+                end.extra(anyio.abc.SocketAttribute.raw_socket).shutdown(socket.SHUT_RDWR)
 
 
 @asynccontextmanager
