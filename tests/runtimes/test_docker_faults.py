@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import hashlib
 import io
 import json
 import secrets
-import socket
 import tarfile
 import time
 from collections.abc import AsyncGenerator
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import anyio.abc
 import pytest
 from aiohttp import web
 
@@ -39,54 +38,49 @@ class Between:
 
     url: str
     hold: bytes | None = None
-    """Requests whose first line has this wait until `go`."""
-    go: anyio.Event = field(default_factory=anyio.Event)
-    held: anyio.Event = field(default_factory=anyio.Event)
-    cut: anyio.Event = field(default_factory=anyio.Event)
-    """All connections of now break off once it is set."""
+    """Requests whose first line has this wait until `go`, and then reach the engine though their sender may have gone."""
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+    held: asyncio.Event = field(default_factory=asyncio.Event)
+    ends: list[asyncio.StreamWriter] = field(default_factory=list[asyncio.StreamWriter])
 
-    async def serve(self, client: anyio.abc.SocketStream) -> None:
-        """A held request reaches the engine though its sender may have gone: that is what makes a container late."""
-        async with client, await anyio.connect_unix(ENGINE) as engine, anyio.create_task_group() as group:
-            group.start_soon(self._break, client, engine)
-            group.start_soon(self._back, engine, client)
-            try:
-                async for piece in client:
+    def cut(self) -> None:
+        """All connections of now break off."""
+        for end in self.ends:
+            end.transport.abort()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        back, forth = await asyncio.open_unix_connection(ENGINE)
+        self.ends += [writer, forth]
+        async with anyio.create_task_group() as group:
+            group.start_soon(copy, back, writer)
+            with contextlib.suppress(ConnectionError):
+                while piece := await reader.read(1 << 16):
                     if self.hold and self.hold in piece.split(b"\r\n", 1)[0]:
                         self.held.set()
                         await self.go.wait()
-                    await engine.send(piece)
-                await engine.send_eof()
-            except (anyio.BrokenResourceError, anyio.ClosedResourceError):
-                group.cancel_scope.cancel()
+                    forth.write(piece)
+                    await forth.drain()
+                forth.write_eof()
 
-    async def _back(self, engine: anyio.abc.SocketStream, client: anyio.abc.SocketStream) -> None:
-        gone = False
-        with contextlib.suppress(anyio.BrokenResourceError):
-            async for piece in engine:
-                try:
-                    if not gone:
-                        await client.send(piece)
-                except (anyio.BrokenResourceError, anyio.ClosedResourceError):
-                    gone = True
-        if not gone:
-            await client.aclose()
 
-    async def _break(self, *ends: anyio.abc.SocketStream) -> None:
-        await self.cut.wait()
-        for end in ends:
-            with contextlib.suppress(OSError):
-                end.extra(anyio.abc.SocketAttribute.raw_socket).shutdown(socket.SHUT_RDWR)
+async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """To the end of the one, though the other may have ended before."""
+    with contextlib.suppress(ConnectionError):
+        while piece := await reader.read(1 << 16):
+            writer.write(piece)
+    writer.close()
 
 
 @asynccontextmanager
 async def between(tmp_path: Path) -> AsyncGenerator[Between]:
     path = tmp_path / "engine.sock"
     made = Between(f"unix://{path}")
-    async with await anyio.create_unix_listener(path) as listener, anyio.create_task_group() as group:
-        group.start_soon(listener.serve, made.serve)
+    server = await asyncio.start_unix_server(made.serve, path)
+    try:
         yield made
-        group.cancel_scope.cancel()
+    finally:
+        server.close()
+        made.cut()
 
 
 async def test_case_118_a_deadline_leaves_no_process_that_could_spoil_what_comes_next() -> None:
@@ -146,8 +140,7 @@ async def broken_off(way: Between, box: Runtime, marker: str) -> None:
     async def break_off() -> None:
         while not processes_with(marker):
             await anyio.sleep(0.02)
-        way.cut.set()
-        way.cut = anyio.Event()
+        way.cut()
 
     with anyio.fail_after(60):
         async with anyio.create_task_group() as group:
