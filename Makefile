@@ -7,7 +7,7 @@ TORCH := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo torch || echo tor
 
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: system setup quickstart test fuzz property test-sglang test-cli test-clis test-docker test-slime test-vllm check clean
+.PHONY: system setup quickstart test fuzz property test-sglang test-cli test-clis test-docker test-apptainer test-slime test-vllm check clean
 
 # Sandboxes need bubblewrap, grading git and patch, tests npm; only what is missing is installed.
 system:
@@ -27,10 +27,8 @@ $(VENV)/.ready: pyproject.toml
 quickstart: setup
 	$(BIN)/polar-plugin quickstart --out out
 
-# Random sessions have a process of their own: which ones a seed makes depends on the modules that are loaded.
 test: setup
-	$(BIN)/python -m pytest -m "not sglang and not cli and not slime" --ignore=tests/property
-	$(BIN)/python -m pytest tests/property
+	$(BIN)/python -m pytest -m "not sglang and not cli and not slime and not apptainer"
 
 # 100 000 mutated requests of each model API; `make test` has 1 500 of them.
 fuzz: setup
@@ -53,6 +51,12 @@ test-clis: setup
 test-docker: setup
 	tests/runtimes/docker.sh
 	$(BIN)/python -m pytest -m docker
+
+# Installs Apptainer into .cache, and an image by debootstrap.
+test-apptainer: setup
+	tests/runtimes/apptainer.sh
+	$(BIN)/python -m tests.cli.install pi
+	$(BIN)/python -m pytest -m apptainer
 
 test-slime: setup
 	$(BIN)/python -m pytest -m slime

@@ -83,6 +83,28 @@ def serve_engine(
     return 0
 
 
+harnesses = typer.Typer(no_args_is_help=True, help="Agent programs for sandboxes.")
+app.add_typer(harnesses, name="harness")
+
+
+@harnesses.command()
+@_told
+def install(
+    names: Annotated[list[str], typer.Argument(help="NAME or NAME@VERSION, as in claude_code@2.1.332.")],
+    root: Annotated[Path, typer.Option(help="The directory; runtime.harness_root names it.")],
+) -> int:
+    """Install agent programs from npm and PyPI into a directory that sandboxes see read-only; nothing is made twice."""
+    from . import harness_root
+
+    for one in [harness_root.wanted(name) for name in names]:
+        if not one.tested:
+            newest = harness_root.tested(one.harness)[1]
+            told = f"{one.harness} {one.version} is untested; its preset was run with {newest}"
+            Console(stderr=True).print(f"[yellow]warn[/] {escape(told)}", highlight=False)
+        typer.echo(harness_root.install(one, root))
+    return 0
+
+
 FILES = typer.Argument(help="Recorded sessions (.jsonl, .jsonl.gz, .jsonl.zst), or directories of them.")
 BUILDER = typer.Option(help="A builder's name or pkg.mod:Class; default: the expectation file's, or prefix_merging.")
 CONFIG = typer.Option(help="The builder's configuration: YAML or JSON, or a file of it.")

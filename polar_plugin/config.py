@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, Self, TypeVar, cast
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from .errors import ConfigError
 from .placeholders import fill
@@ -118,6 +118,55 @@ class BudgetConfig(_Part):
     """
 
 
+class TrainIf(_Part):
+    """How much of an incomplete group is enough."""
+
+    train_if: int = Field(gt=0)
+    """How many of its attempts must be usable: graded, with something to train."""
+
+
+class GroupsConfig(_Part):
+    """What becomes of a group (the attempts at one prompt) from which the infrastructure took attempts."""
+
+    refills: int = Field(default=1, ge=0)
+    """How often one sample is run once more, after its `retries`, so that its group stays whole."""
+    refill_pause: float = Field(default=30.0, ge=0)
+    """Seconds before the first refill, doubled with each: what broke the attempt may be over by then."""
+    incomplete_group: Literal["drop"] | TrainIf = TrainIf(train_if=2)
+    """Of a group that stays incomplete: `drop`, or `{train_if: k}`: what is left is trained if that is k or more."""
+    min_usable: int | None = Field(default=None, gt=0)
+    """Once this many attempts of a group are usable, the others are ended. null: all are waited for.
+
+    It prefers attempts that take little time; use it where a few stragglers hold up whole steps.
+    """
+
+    @model_validator(mode="after")
+    def _stragglers_leave_groups_that_train(self) -> Self:
+        if self.min_usable is None:
+            return self
+        if self.incomplete_group == "drop":
+            raise ValueError("min_usable makes groups incomplete: write `incomplete_group: {train_if: k}`, not drop")
+        if self.min_usable < self.incomplete_group.train_if:
+            raise ValueError("min_usable must not be less than incomplete_group.train_if: no such group would train")
+        return self
+
+
+class AsyncConfig(_Part):
+    """Rollouts that run on while the trainer trains (`slime_rollout.generate_async`)."""
+
+    max_staleness: int = Field(default=1, ge=0)
+    """How many weight updates older than the newest weights a trained token may be.
+
+    As many rollouts' groups are kept under way ahead. Counted by the engine's versions, by rollouts where it has none.
+    """
+    policy: Literal["drop", "mask", "keep"] = "drop"
+    """What is older: `drop` runs its group again, `mask` does not train those completions, `keep` trains them."""
+    evaluate_first: bool = False
+    """Evaluate before the first rollout of the process, as `train_async.py` does not."""
+    store: Path | None = None
+    """Where groups that have ended are kept until they are trained, so that a restart need not run them again."""
+
+
 class RecordingConfig(_Part):
     """Whether sessions are written to files."""
 
@@ -134,6 +183,8 @@ class RolloutConfig(_Part):
     proxy: ProxySettings = ProxySettings()
     stages: StagesConfig = StagesConfig()
     budgets: BudgetConfig = BudgetConfig()
+    groups: GroupsConfig = GroupsConfig()
+    asynchronous: AsyncConfig = AsyncConfig()
     recording: RecordingConfig = RecordingConfig()
     task: Mapping[str, Any] = Field(default_factory=dict)
     """The task payload, with placeholders such as `{sample.metadata.instruction}` (`placeholders`)."""

@@ -14,6 +14,7 @@ from .engine.base import Renderer
 from .engine.render import extension_report
 from .errors import ConfigError, PolarError, SandboxError
 from .placeholders import fill
+from .proxy.session import Ready
 from .records import ChatRequest, Completion, RuntimeSpec
 from .runtimes.base import Runtime
 from .service import RolloutService
@@ -24,6 +25,8 @@ request = u.Request(sys.argv[1] + "/v1/models", headers={"Authorization": "Beare
 print(u.urlopen(request, timeout=10).status)
 """
 _CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=3)"
+_SAME = ("backend", "import_path", "image", "network", "harness_root", "kwargs")
+"""What of a runtime a sandbox can be tried with."""
 _ELSEWHERE = ("192.0.2.1", 443)  # TEST-NET-1: an address of nobody
 
 
@@ -91,10 +94,14 @@ async def _sandbox(service: RolloutService) -> list[Finding]:
     try:
         async with _opened(service, spec) as (runtime, key):
             return [
-                Finding("ok", "sandbox", f"{spec.backend} starts and runs commands"),
+                Finding("ok", "sandbox", f"{spec.plugin} starts and runs commands"),
                 await _reaches_proxy(runtime, key),
                 *[finding async for finding in _reaches_nothing_else(service, spec, runtime)],
             ]
+    except ConfigError as error:
+        if spec.image is not None:
+            raise
+        return [Finding("warn", "sandbox", f"not looked at: {error}", "run the doctor with the image of one sample")]
     except SandboxError as error:
         return [Finding("fail", "sandbox", str(error), "agents cannot run until this is mended")]
 
@@ -105,9 +112,7 @@ def task_runtime(config: RolloutConfig) -> RuntimeSpec:
     if not isinstance(told, Mapping):  # a placeholder for the whole of it
         return RuntimeSpec()
     runtime = cast("Mapping[str, Any]", told)
-    plain: dict[str, Any] = {
-        name: runtime[name] for name in ("backend", "network", "kwargs") if name in runtime and _plain(runtime[name])
-    }
+    plain: dict[str, Any] = {name: runtime[name] for name in _SAME if name in runtime and _plain(runtime[name])}
     return RuntimeSpec(**plain)
 
 
@@ -122,7 +127,7 @@ def _plain(value: Any) -> bool:
 class _NoReply:
     """The token side of a session in which nothing is asked."""
 
-    async def __call__(self, request: ChatRequest) -> Completion:
+    async def __call__(self, request: ChatRequest, ready: Ready) -> Completion:
         raise SandboxError("the doctor does not sample")
 
     async def count(self, request: ChatRequest) -> int:
@@ -131,7 +136,7 @@ class _NoReply:
 
 @asynccontextmanager
 async def _opened(service: RolloutService, spec: RuntimeSpec) -> AsyncGenerator[tuple[Runtime, str]]:
-    factory = cast("Callable[..., Runtime]", plugins.resolve(spec.backend, plugins.RUNTIMES, "runtime"))
+    factory = cast("Callable[..., Runtime]", plugins.resolve(spec.plugin, plugins.RUNTIMES, "runtime"))
     runtime = factory(spec, proxy=service.proxy.endpoint, labels={"session": "doctor"})
     async with service.proxy.session("doctor", _NoReply()) as session:
         try:

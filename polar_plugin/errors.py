@@ -12,7 +12,8 @@ PolarError
 ├── HarnessError           the agent program failed, or never called the model
 ├── EvaluationError        grading itself broke (a failing test is no error)
 ├── MergeError             an invariant of the traces does not hold
-└── RecordingError         a recording cannot be written or read
+├── RecordingError         a recording cannot be written or read
+└── InstallError           an agent program cannot be installed from its registry
 """
 
 from __future__ import annotations
@@ -118,3 +119,9 @@ class RecordingError(PolarError):
     """A recording cannot be written or read; the message has the file and line."""
 
     boundary = "recording"
+
+
+class InstallError(PolarError):
+    """An agent program cannot be installed; the message says which, and what the registry's client said."""
+
+    boundary = "harness install"

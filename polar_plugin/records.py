@@ -69,10 +69,11 @@ class PrepareAction:
 
 @dataclass(frozen=True, slots=True)
 class RuntimeSpec:
-    """Where an agent runs. `backend` is a registered name or "pkg.mod:Class"."""
+    """Where an agent runs. `backend` is a registered name or "pkg.mod:Class"; `import_path`, if given, replaces it."""
 
     __pydantic_config__: ClassVar[Mapping[str, Any]] = _FORBID
     backend: str = "local"
+    import_path: str | None = None
     image: str | None = None
     network: str = "proxy_only"
     workdir: str | None = None
@@ -80,11 +81,19 @@ class RuntimeSpec:
     cpus: float | None = None
     memory_mb: int | None = None
     gpus: int = 0
+    harness_root: str | None = None
+    """A directory of the machine that sandboxes run on, as `polar-plugin harness install` makes it: seen inside at the
+    same path, read-only. A preset starts its program from there, unless its `settings.root` says otherwise."""
     prepare: tuple[PrepareAction, ...] = ()
     eval_prepare: tuple[PrepareAction, ...] | None = None
     """None: the evaluator's fresh runtime replays `prepare`."""
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Passed to the backend's constructor."""
+    """The backend's own options."""
+
+    @property
+    def plugin(self) -> str:
+        """The name or import path that selects the backend."""
+        return self.import_path or self.backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +168,8 @@ class Attempt:
     """Position within the batch of samples; unique in one rollout."""
     rollout_id: int = 0
     """The trainer's rollout step that asked for it."""
+    evaluation: bool = False
+    """It measures the policy and is not trained: it overtakes training attempts that wait, and is never cut short."""
 
 
 IMAGE = "[image omitted]"

@@ -20,6 +20,7 @@ from .merge.compare import Built, compared
 from .merge.expect import Expectation, Expectations, dumps, found, loads
 from .merge.expect import disagreements as differing
 from .merge.explain import Explanation, explain
+from .merge.explain_text import TORN
 from .merge.traces import counts, trace_json
 from .merge.untrained import Policy
 from .recording import Recording, load, load_header, name_of, recordings
@@ -81,7 +82,8 @@ class Replayed:
         return found(self.session, self.built.traces, self.built.policy)
 
     def explained(self) -> Explanation:
-        return explain(self.session, self.built.traces, self.built.policy, decode=self.decode)
+        torn = bool(self.recording.torn)
+        return explain(self.session, self.built.traces, self.built.policy, decode=self.decode, torn=torn)
 
 
 def replay(path: Path, builder: Builder | None = None, tokenizer: str | Path | None = None) -> Replayed:
@@ -141,7 +143,7 @@ def summary(one: Replayed) -> str:
     told = counts(one.session, one.traces, one.built.policy)
     lines = [f"{one.path}: {len(one.traces)} traces of {told['completions']} completions by {one.built.builder}"]
     if one.recording.torn:
-        lines.append("  cut short by a crash: what its last line began to say is not here")
+        lines.append(f"  {TORN}")
     for number, trace in enumerate(one.traces):
         size = f"{len(trace.prompt_ids)} prompt + {len(trace.response_ids)} response tokens"
         lines.append(f"  trace {number} ({trace.role}): {size}, {trace.trained} trained")
@@ -150,10 +152,13 @@ def summary(one: Replayed) -> str:
 
 
 def traces_json(one: Replayed) -> str:
-    """One line of JSON: file, counts, traces (`merge.traces.trace_json`)."""
+    """One line of JSON: file, whether it is torn, counts, traces (`merge.traces.trace_json`)."""
     told = counts(one.session, one.traces, one.built.policy)
     traces = [trace_json(trace) for trace in one.traces]
-    return json.dumps({"file": str(one.path), "builder": one.built.builder, "counts": told, "traces": traces})
+    torn = bool(one.recording.torn)
+    return json.dumps(
+        {"file": str(one.path), "torn": torn, "builder": one.built.builder, "counts": told, "traces": traces}
+    )
 
 
 def difference(one: Replayed, other: Builder) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -19,17 +19,19 @@ from .config import RolloutConfig, cache_directory
 from .engine.base import Engine, EngineInfo, Renderer
 from .engine.render import load_renderer
 from .engine.turn import Conversation, Policy
-from .errors import ConfigError
+from .errors import ConfigError, PolarError
 from .evaluators.base import Evaluator
 from .harnesses.base import Harness, LaunchContext
+from .harnesses.packages import PACKAGES
 from .merge.builders import Builder
 from .merge.check import check
 from .merge.traces import counts
 from .merge.untrained import Policy as TrainingPolicy
 from .proxy.server import Proxy, ProxyConfig
-from .proxy.session import Session
+from .proxy.session import Ready, Session
 from .recording import End, Header, Recorder
 from .records import (
+    AgentSpec,
     Attempt,
     ChatRequest,
     Completion,
@@ -42,6 +44,7 @@ from .records import (
 from .runtimes.base import Runtime
 from .stages.attempt import Script
 from .stages.batch import Batch
+from .stages.groups import GroupPolicy, Groups
 from .stages.parts import Budgets, Parts, Stages
 
 _VERIFY_EVERY = {"all": 1, "sample": 8, "off": 0}
@@ -67,6 +70,10 @@ class RolloutService:
         self._given_renderer = renderer
         self._stack = AsyncExitStack()
         self._resolved = 0
+        self._batches: list[Batch] = []
+        self._ended = anyio.Event()
+        """Set, and replaced, when a batch ends."""
+        self._shut = False
 
     async def __aenter__(self) -> RolloutService:
         async with AsyncExitStack() as stack:
@@ -86,6 +93,9 @@ class RolloutService:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
+        """What another task still runs is aborted, and ends, before what it runs on does."""
+        with anyio.CancelScope(shield=True):
+            await self.shutdown()
         await self._stack.aclose()
 
     async def run(
@@ -93,8 +103,12 @@ class RolloutService:
     ) -> list[Trajectory]:
         """Run attempts side by side; exactly one Trajectory each, in input order. `on_done` sees each as it ends.
 
-        Raises ConfigError, before anything starts, where a task names what does not exist or cannot be.
+        Attempts that share a `group_index` are a group: what the infrastructure took is refilled, and stragglers are
+        ended, as `config.groups` says. Raises ConfigError, before anything starts, where a task names what does not
+        exist or cannot be, PolarError after `shutdown`.
         """
+        if self._shut:
+            raise PolarError("the rollout service is shut down: start another one")
         parts = {attempt.session_id: self._parts(attempt) for attempt in attempts}
         send, receive = anyio.create_memory_object_stream[Trajectory](0)
         done: dict[str, Trajectory] = {}
@@ -102,16 +116,64 @@ class RolloutService:
             lambda attempt: _Run(self, attempt, parts[attempt.session_id]),
             admitted=max(1, len(attempts)),
             retries=self.config.retries,
+            groups=Groups(attempts, group_policy(self.config)),
         )
-        async with anyio.create_task_group() as group, receive:
-            group.start_soon(batch.run, attempts, send)
-            async for trajectory in receive:
-                done[trajectory.attempt.session_id] = trajectory
-                self.counts[f"attempts_{trajectory.status}"] += 1
-                self.counts.update(trajectory.counts)
-                if on_done:
-                    on_done(trajectory)
+        with self._known(batch):
+            async with anyio.create_task_group() as group, receive:
+                group.start_soon(batch.run, attempts, send)
+                async for trajectory in receive:
+                    done[trajectory.attempt.session_id] = trajectory
+                    self._count(trajectory)
+                    if on_done:
+                        on_done(trajectory)
         return [done[attempt.session_id] for attempt in attempts]
+
+    def abort(self, session_id: str) -> None:
+        """End one attempt now: its Trajectory has status ABORTED. No effect where it is over, or unknown."""
+        for batch in self._batches:
+            batch.abort(session_id)
+
+    def abort_task(self, task_id: str) -> None:
+        """End all attempts at one task now."""
+        for batch in self._batches:
+            batch.abort_task(task_id)
+
+    def abort_all(self) -> None:
+        """End all attempts now; each still gives its one Trajectory."""
+        for batch in self._batches:
+            batch.abort_all()
+
+    async def shutdown(self, grace: float = 0.0) -> None:
+        """Start nothing more, and return when no attempt is under way; `run` is refused from now on.
+
+        What has a sandbox may run on for `grace` seconds (`math.inf`: to its end) and is aborted then. Each attempt
+        still gives its one Trajectory to whoever runs it.
+        """
+        self._shut = True
+        for batch in self._batches:
+            batch.stop()
+        with anyio.move_on_after(grace):
+            await self._idle()
+        self.abort_all()
+        await self._idle()
+
+    async def _idle(self) -> None:
+        while self._batches:
+            await self._ended.wait()
+
+    @contextmanager
+    def _known(self, batch: Batch) -> Generator[None]:
+        self._batches.append(batch)
+        try:
+            yield
+        finally:
+            self._batches.remove(batch)
+            self._ended.set()
+            self._ended = anyio.Event()
+
+    def _count(self, trajectory: Trajectory) -> None:
+        self.counts[f"attempts_{trajectory.status}"] += 1
+        self.counts.update(trajectory.counts)
 
     def paused(self) -> AbstractAsyncContextManager[None]:
         """Within it new model calls are held, for a weight update; it always reopens. Calls under way go on."""
@@ -143,13 +205,16 @@ class RolloutService:
         spec = attempt.task.runtime
         if purpose == "evaluation":
             spec = replace(spec, network="none")
-        factory = plugins.resolve(spec.backend, plugins.RUNTIMES, "runtime")
-        labels = {"session": attempt.session_id, "purpose": purpose}
-        return cast("Runtime", factory(spec, proxy=self.proxy.endpoint, labels=labels))
+        config = {
+            "spec": spec,
+            "proxy": self.proxy.endpoint,
+            "labels": {"session": attempt.session_id, "purpose": purpose},
+        }
+        return cast("Runtime", plugins.create(spec.plugin, plugins.RUNTIMES, "runtime", config))
 
     def _launch_context(self, attempt: Attempt, runtime: Runtime, key: str) -> LaunchContext:
         return LaunchContext(
-            agent=attempt.task.agent,
+            agent=_with_root(attempt.task.agent, attempt.task.runtime.harness_root),
             instruction=attempt.task.instruction,
             base_url=runtime.proxy_url,
             session_key=key,
@@ -166,6 +231,13 @@ class RolloutService:
         if not every or self._resolved % every:
             return None
         return functools.partial(check, policy=policy, decode=self.policy.renderer.decode)
+
+
+def _with_root(agent: AgentSpec, root: str | None) -> AgentSpec:
+    """The preset's program is in the harness root, where it says nothing else."""
+    if root is None or agent.harness not in PACKAGES or "root" in agent.settings:
+        return agent
+    return replace(agent, settings={**agent.settings, "root": f"{root}/{agent.harness}"})
 
 
 class Ledger:
@@ -208,8 +280,8 @@ class _Recorded:
         self._conversation = conversation
         self._recorder = recorder
 
-    async def __call__(self, request: ChatRequest) -> Completion:
-        completion = await self._conversation(request)
+    async def __call__(self, request: ChatRequest, ready: Ready) -> Completion:
+        completion = await self._conversation(request, ready)
         if not self.session.sealed:  # one that comes too late is on no ledger
             self._recorder.completion(completion)
         return completion
@@ -320,6 +392,18 @@ def make_engine(config: RolloutConfig, *, vocab_size: int) -> Engine:
     elif engine.model is not None:
         options["model"] = engine.model
     return cast("Engine", plugins.create(engine.kind, plugins.ENGINES, "engine", options))
+
+
+def group_policy(config: RolloutConfig) -> GroupPolicy:
+    """What `config` says about groups."""
+    told = config.groups
+    return GroupPolicy(
+        refills=told.refills,
+        refill_pause=told.refill_pause,
+        train_if=None if told.incomplete_group == "drop" else told.incomplete_group.train_if,
+        min_usable=told.min_usable,
+        on_timeout=config.on_timeout,
+    )
 
 
 def _check_replay(config: RolloutConfig, engine: Engine) -> None:

@@ -14,6 +14,8 @@ logger = logging.getLogger(__name__)
 
 POST_PROCESS = "polar_plugin.slime_rollout.post_process_rewards"
 LEAVE_ONE_OUT = "polar_plugin.slime_rollout.leave_one_out_rewards"
+FILTERS = "polar_plugin.slime_rollout"
+"""Where our versions of slime's filters are, under the same names."""
 GROUP_NORMALISING = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
 """The estimators for which slime subtracts a group's mean itself (`slime/ray/rollout.py`, `_post_process_rewards`)."""
 
@@ -22,9 +24,6 @@ _UNUSED = (
     "custom_rm_path",
     "rm_type",
     "rollout_sample_hook_path",
-    "dynamic_sampling_filter_path",
-    "rollout_sample_filter_path",
-    "rollout_all_samples_process_path",
     "partial_rollout",
     "rollout_stop_token_ids",
 )
@@ -68,6 +67,7 @@ class SlimeArgs:
     custom_reward_post_process_path: str | None = POST_PROCESS
     calculate_per_token_loss: bool = False
     custom_pg_loss_reducer_function_path: str | None = None
+    colocate: bool = False
     log_passrate: bool = False
     log_reward_category: str | None = None
     group_rm: bool = False
@@ -141,12 +141,12 @@ def rollout_config(args: SlimeArgs, *, dataset: Any = None) -> RolloutConfig:
     return load_config({**given, **sections})
 
 
-def preflight(args: SlimeArgs, config: RolloutConfig) -> None:
+def preflight(args: SlimeArgs, config: RolloutConfig, *, asynchronous: bool = False) -> None:
     """Raise ConfigError that lists all that would train wrongly or crash, each with the flag to change.
 
     Logs a warning of what is a choice, but gives sessions of more tokens or traces more weight.
     """
-    wrong = [*_crashes(args), *_biases(args, config)]
+    wrong = [*_crashes(args), *_biases(args, config), *(_races(args, config) if asynchronous else ())]
     if wrong:
         raise ConfigError("slime's arguments do not fit sessions of many traces:\n- " + "\n- ".join(wrong))
     for choice in _choices(args):
@@ -208,11 +208,22 @@ def _crashes(args: SlimeArgs) -> Iterator[str]:
         yield "leave out --group-rm: the evaluator of the task grades sessions"
     if args.log_reward_category is not None:
         yield "leave out --log-reward-category: rewards here have one key"
-    if (args.over_sampling_batch_size or args.rollout_batch_size) != args.rollout_batch_size:
-        yield "leave out --over-sampling-batch-size: every prompt that is drawn is trained"
+    if args.over_sampling_batch_size and args.over_sampling_batch_size < args.rollout_batch_size:
+        yield "--over-sampling-batch-size must not be less than --rollout-batch-size"
+    if (args.dynamic_sampling_filter_path or "").startswith("slime.rollout.filter_hub."):
+        name = str(args.dynamic_sampling_filter_path).rpartition(".")[2]
+        yield f"set --dynamic-sampling-filter-path {FILTERS}.{name}: slime's own cannot read sessions of several traces"
     for name in _UNUSED:
         if getattr(args, name):
             yield f"leave out --{name.replace('_', '-')}: this rollout function does not use it"
+
+
+def _races(args: SlimeArgs, config: RolloutConfig) -> Iterator[str]:
+    """What agents that run on between calls cannot live with."""
+    if args.colocate:
+        yield "leave out --colocate, or use slime_rollout.generate: agents would call an engine that sleeps"
+    if config.asynchronous.evaluate_first and not args.eval_datasets:
+        yield "set --eval-prompt-data, or leave out polar.asynchronous.evaluate_first: there is nothing to evaluate"
 
 
 def _biases(args: SlimeArgs, config: RolloutConfig) -> Iterator[str]:

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -18,12 +19,14 @@ from polar_plugin.errors import ConfigError
 from polar_plugin.harnesses.base import LaunchContext
 from polar_plugin.merge.builders import PrefixMerging
 from polar_plugin.merge.untrained import Untrained
-from polar_plugin.plugins import HARNESSES, resolve
+from polar_plugin.plugins import HARNESSES, RUNTIMES, resolve
 from polar_plugin.proxy.anthropic_messages import AnthropicMessages
 from polar_plugin.proxy.google_generate import GoogleGenerate
 from polar_plugin.proxy.openai_chat import OpenAIChat
 from polar_plugin.proxy.openai_responses import OpenAIResponses
 from polar_plugin.records import AgentSpec
+from polar_plugin.runtimes.apptainer_options import ApptainerOptions
+from polar_plugin.runtimes.local import LocalOptions
 from polar_plugin.slime_args import SlimeArgs, preflight, rollout_config
 
 ROOT = Path(__file__).parents[1]
@@ -93,6 +96,17 @@ def test_the_page_of_agent_programs_tells_every_setting_of_a_preset() -> None:
             resolve(name, HARNESSES, "harness")().launch(context)
         known = set(re.findall(r"knows (.*), not", str(caught.value))[0].split(", "))
         assert known == told.get(name, set()) | {"root", "args"}, name
+
+
+@pytest.mark.parametrize(("backend", "options"), [("apptainer", ApptainerOptions), ("local", LocalOptions)])
+def test_the_page_of_sandboxes_tells_every_option_of_a_backend(backend: str, options: Any) -> None:
+    told = [cells[0].strip("`") for cells in rows("sandboxes.md", f"`kwargs` of `{backend}`")]
+    assert sorted(told) == sorted(options.__slots__)
+
+
+def test_the_page_of_sandboxes_has_every_backend() -> None:
+    told = {cells[0].strip("`") for cells in rows("sandboxes.md", "`backend`")}
+    assert told == RUNTIMES.keys() | {"pkg.mod:Class"}
 
 
 def test_the_page_of_model_apis_has_every_route() -> None:

@@ -24,8 +24,8 @@ LAYERS: list[tuple[int, tuple[str, ...]]] = [
             "proxy.body", "proxy.memory", "proxy.resent",
             "proxy.anthropic_messages", "proxy.anthropic_request", "proxy.anthropic_events",
             "proxy.openai_responses", "proxy.responses_request", "proxy.responses_events", "proxy.responses_items",
-            "proxy.responses_tools",
-            "proxy.google_generate", "proxy.google_request", "proxy.google_schema",
+            "proxy.responses_tools", "proxy.responses_caller",
+            "proxy.google_generate", "proxy.google_request", "proxy.google_schema", "proxy.google_signature",
             "engine.base", "engine.render", "engine.template", "engine.library", "engine.toolcalls", "engine.chat",
             "engine.probes", "engine.tokenizer", "engine.limits", "engine.gguf_file", "engine.history", "engine.buffer",
             "engine.meaning", "engine.tree", "engine.ties", "engine.breaks",
@@ -39,7 +39,9 @@ LAYERS: list[tuple[int, tuple[str, ...]]] = [
         5,
         (
             "slime_rollout", "slime_samples", "slime_args", "slime_evaluation", "slime_metrics", "slime_service",
-            "slime_types", "quickstart", "doctor", "replayed", "testing", "cli", "__main__",
+            "slime_types", "slime_sessions", "slime_collect", "slime_hooks",
+            "slime_data", "slime_async", "slime_stored",
+            "harness_root", "quickstart", "doctor", "replayed", "testing", "cli", "__main__",
         ),
     ),
 ]  # fmt: skip

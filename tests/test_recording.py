@@ -20,6 +20,7 @@ from polar_plugin.merge.builders import PrefixMerging
 from polar_plugin.merge.check import check
 from polar_plugin.recording import End, Header, Recorder, iter_completions, load, record, redact
 from polar_plugin.records import (
+    IMAGE,
     BreakReason,
     ChatRequest,
     Completion,
@@ -29,6 +30,7 @@ from polar_plugin.records import (
     Failure,
     FinishReason,
     Generation,
+    Image,
     Message,
     Role,
     SamplingParams,
@@ -72,6 +74,7 @@ MESSAGES = st.builds(
     Message,
     st.sampled_from(["system", "user", "assistant", "tool"]),
     TEXT, TEXT, st.lists(CALLS, max_size=2).map(tuple), TEXT, TEXT,
+    st.just(()) | st.lists(TEXT | st.builds(Image, TEXT, TEXT, TEXT), max_size=3).map(tuple),
 )  # fmt: skip
 TOOLS = st.builds(Tool, TEXT, TEXT, st.dictionaries(TEXT, JSON, max_size=2))
 SAMPLING = st.builds(
@@ -351,6 +354,11 @@ def test_a_bad_line_before_the_last_is_an_error_with_its_place(tmp_path: Path) -
             ),
             r":3: `arguments` must be a string, got {}",
         ),
+        (lambda line: line | {"reply": {"role": "user", "parts": [5]}}, r":3: `parts` must be texts and images, got 5"),
+        (
+            lambda line: line | {"reply": {"role": "user", "parts": [{"url": 5}]}},
+            r":3: `url` must be a string, got 5",
+        ),
         (lambda line: line | {"sampling": 5}, r":3: `sampling` must be an object, got 5"),
         (lambda line: line | {"started": "now"}, r":3: `started` must be a number, got 'now'"),
         (lambda line: line | {"malformed_calls": "x"}, r":3: `malformed_calls` must be a number, got 'x'"),
@@ -431,8 +439,13 @@ def secretive() -> CompletionSession:
     reply = replace(
         last.reply, content="secret ü", reasoning="secret", tool_calls=(ToolCall("bash", "no JSON secret"),)
     )
+    shown = Image("image/png", "secret00"), Image(url="https://secret/a.png")
+    seen = Message("user", f"secret: {IMAGE}{IMAGE}", parts=("secret: ", *shown))
+    request = replace(last.request, messages=(*last.request.messages, seen))
     return replace(
-        session, completions=(*session.completions[:-1], replace(last, reply=reply)), metadata={"path": "secret"}
+        session,
+        completions=(*session.completions[:-1], replace(last, reply=reply, request=request)),
+        metadata={"path": "secret"},
     )
 
 
@@ -458,6 +471,8 @@ def test_a_redacted_recording_says_nothing_and_merges_as_before(suffix: str, tmp
         assert plain(new.generation.logprobs) == plain(old.generation.logprobs)
         assert new.request.tools[0].name == "bash"
     assert json.loads(after.completions[0].reply.tool_calls[0].arguments) == {"command": "xxxx x"}
+    images = after.completions[-1].request.messages[-1].parts
+    assert images == ("xxxxxxx ", Image("image/png", "x" * 8), Image(url="x" * 20))
 
 
 def test_renumbered_ids_keep_prefixes_and_lengths_but_not_the_text(tmp_path: Path) -> None:

@@ -211,10 +211,16 @@ def test_bad_recordings_say_what_to_do(sessions: Path, tmp_path: Path) -> None:
         assert all(message in text for message in messages), text
 
 
-def test_a_recording_that_a_crash_cut_short_is_replayed_as_far_as_it_goes(sessions: Path, tmp_path: Path) -> None:
-    data = gzip.decompress((sessions / "plain.jsonl.gz").read_bytes())
-    (tmp_path / "torn.jsonl").write_bytes(data[: data.index(b'{"type":"end"') + 9])
-    assert "cut short by a crash" in told("replay", tmp_path / "torn.jsonl")
+@pytest.mark.parametrize("torn", [True, False])
+def test_a_recording_that_a_crash_cut_short_is_read_as_far_as_it_goes_and_each_command_says_so(
+    sessions: Path, tmp_path: Path, torn: bool
+) -> None:
+    data, file = gzip.decompress((sessions / "plain.jsonl.gz").read_bytes()), tmp_path / "plain.jsonl"
+    file.write_bytes(data[: data.index(b'{"type":"end"') + 9] if torn else data)
+    for command in (["replay"], ["explain"], ["explain", "--format", "html"]):
+        assert ("cut short by a crash" in told(*command, file)) is torn, command
+    for command in (["replay", "--json"], ["explain", "--format", "json"]):
+        assert json.loads(told(*command, file))["torn"] is torn, command
 
 
 class Asynchronous(PrefixMerging):

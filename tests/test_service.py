@@ -45,6 +45,8 @@ from polar_plugin.records import (
 )
 from polar_plugin.service import RolloutService
 
+from .runtimes.plugin import Noted
+
 pytestmark = pytest.mark.anyio
 
 WRITE = '<tool_call>\n{"name": "bash", "arguments": {"command": "echo mended > result"}}\n</tool_call>'
@@ -176,6 +178,35 @@ async def test_an_engine_that_fails_is_infrastructure_and_the_attempt_is_run_aga
         (trajectory,) = await service.run([attempt(agent_py())])
     assert trajectory.status is Status.COMPLETED, trajectory.failure
     assert trajectory.counts["retries"] == 1
+
+
+@pytest.mark.parametrize("name", ["backend", "import_path"])
+async def test_a_backend_of_somebodys_own_is_named_by_its_import_path(tiny: Path, name: str) -> None:
+    Noted.notes.clear()
+    runtime = {name: "tests.runtimes.plugin:Noted", "kwargs": {"note": "mine"}}
+    evaluator = {"strategy": "test_on_output", "config": {"test_command": "grep -q mended result"}}
+    async with service_over(tiny, [WRITE, "Done."]) as (service, _):
+        (trajectory,) = await service.run([attempt(agent_py(), runtime=runtime, evaluator=evaluator)])
+    assert (trajectory.status, trajectory.reward) == (Status.COMPLETED, 1.0), trajectory.failure
+    assert [note for note in Noted.notes if note != "exec"] == ["mine: agent", "mine: evaluation"]
+    assert "exec" in Noted.notes
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("no.such.module:Class", "cannot import 'no.such.module'"),
+        ("tests.runtimes.plugin:Missing", "has no 'Missing'"),
+        ("tests.runtimes.plugin:Unlike", "does not take config"),
+        ("dockr", "use one of apptainer, docker, local"),
+    ],
+)
+async def test_a_backend_that_cannot_be_is_told(tiny: Path, path: str, told: str) -> None:
+    async with service_over(tiny, ["Done."]) as (service, _):
+        (trajectory,) = await service.run([attempt(agent_py(), runtime={"backend": path})])
+    assert trajectory.status is Status.INFRA_ERROR
+    assert trajectory.failure is not None
+    assert told in trajectory.failure.message
 
 
 async def test_a_task_that_names_what_does_not_exist_is_refused_before_anything_starts(tiny: Path) -> None:

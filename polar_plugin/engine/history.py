@@ -136,7 +136,7 @@ class History:
             return Place(request, role, None, request.messages, BreakReason.FIRST_CALL)
         if told is Role.COMPACTION:
             return Place(request, told, None, request.messages, BreakReason.COMPACTION)
-        if told is None and (summary := self._summarised(request, line)):
+        if told in (None, Role.SUB_AGENT) and (summary := self._summarised(request, line)):
             role = self._role_behind(request, summary)
             return Place(request, role, None, request.messages, BreakReason.COMPACTION)
         threads = [breaks.Thread(key, [root, *root.path(line.units[1:])]) for key, root in self._roots.items()]

@@ -23,6 +23,7 @@ REFUSALS = (AssertionError, ImportError, OSError, RuntimeError, *UNREADABLE)
 """How a family's constructor says that a tokenizer is not of its family."""
 _WANT_OFFSETS = ("deepseek-v4", "hy3", "laguna")
 """Families that, told no offsets, find them out by decoding token by token."""
+_TOOLS_KEPT = 256
 _TAGS = ("<tool_call>", "<think>", "</think>")
 
 
@@ -55,6 +56,7 @@ class LibraryRenderer:
         self.stop_ids = tuple(dict.fromkeys(stop_ids))
         self.vocab_size = tokenizer.vocab_size
         self.multimodal = False
+        self._told: dict[int, tuple[Sequence[Tool], Any]] = {}
         start = tokenizer.special.get("<|start|>")
         self._edges = frozenset([*ends, *([] if start is None else [start])])
         self._foreign_ends = frozenset(tokenizer.stop_ids) - frozenset(ends)
@@ -69,7 +71,7 @@ class LibraryRenderer:
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> TokenIds:
         try:
             ids = self._library.render_ids(
-                library_json(messages, self.shape), tools=_tools(tools), add_generation_prompt=True
+                library_json(messages, self.shape), tools=self._tools(tools), add_generation_prompt=True
             )
         except UNREADABLE as error:
             raise BadRequest(f"the {self.name} format cannot say this conversation: {error}") from error
@@ -105,7 +107,9 @@ class LibraryRenderer:
         tail = self._bridge(self._end_of(parent.prompt_ids), output, messages, tools)
         if tail is None and output and output[-1] in self.stop_ids:
             # the library refuses a turn that ended inside its reasoning; behind an end token nothing depends on that
+            closed = [*self.encode("</think>").tolist(), output[-1]]
             tail = self._bridge(output[-1:], output[-1:], messages, tools)
+            tail = self._bridge(output[-1:], closed, messages, tools) if tail is None else tail
         if tail is not None:
             return self.tokenizer.checked(tail)
         rewritten = self.history == "template" and any(message.role == "user" for message in new)
@@ -113,7 +117,7 @@ class LibraryRenderer:
 
     def parse(self, output_ids: TokenIds, request: ChatRequest, prompt_ids: TokenIds) -> Parsed:
         ids = self._turn(output_ids)
-        prompt, tools = self._end_of(prompt_ids), _tools(request.tools)
+        prompt, tools = self._end_of(prompt_ids), self._tools(request.tools)
         try:
             parsed = self._library.parse_response(ids, tools=tools, prompt_ids=prompt)
             said = f"{parsed.content}{parsed.reasoning_content or ''}"
@@ -162,6 +166,17 @@ class LibraryRenderer:
         reasons = (self._prove(kind, ending) for kind in kinds for ending in (None, *self.stop_ids))
         return any(reason is not BreakReason.BOUNDARY_UNKNOWN for reason in reasons)
 
+    def _tools(self, tools: Sequence[Tool]) -> Any:
+        """As the library takes them; those of the latest conversations are kept, since a turn tells them thrice."""
+        known = self._told.get(id(tools))
+        if known and known[0] is tools:
+            return known[1]
+        told = [_scrubbed(tool) for tool in tool_json(tools)] or None
+        if len(self._told) >= _TOOLS_KEPT:
+            self._told = {}
+        self._told[id(tools)] = (tools, told)
+        return told
+
     def _turn(self, output_ids: TokenIds) -> list[int]:
         """Sampled ids up to an end token that the library does not know as one."""
         ids: list[int] = output_ids.tolist()
@@ -176,7 +191,7 @@ class LibraryRenderer:
     ) -> list[int] | None:
         """The library's extension without what it extends; None where it makes none that begins with just that."""
         try:
-            bridged = self._library.bridge_to_next_turn(prompt, output, new, tools=_tools(tools))
+            bridged = self._library.bridge_to_next_turn(prompt, output, new, tools=self._tools(tools))
         except UNREADABLE:
             return None
         if bridged is None:
@@ -230,10 +245,6 @@ def create_family(tokenizer: Tokenizer, family: str, history: History, options: 
 def library_json(messages: Sequence[Message], shape: Shape) -> list[JSONObject]:
     """Messages as `renderers` takes them: OpenAI's form, arguments as objects, results with their function's name."""
     return [_scrubbed(message) for message in shaped(messages, (), shape)]
-
-
-def _tools(tools: Sequence[Tool]) -> Any:
-    return [_scrubbed(tool) for tool in tool_json(tools)] or None
 
 
 def _scrubbed(value: Any) -> Any:

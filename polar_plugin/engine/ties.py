@@ -19,12 +19,14 @@ def told_apart(
 
     Evidence, the first that tells: ids of tool calls that are one's own, reasoning that is one's own (in the last turn,
     then in the turns before it), the thread's name, an answer that arrived over one that did not. Candidates of the
-    same tokens need none.
+    same tokens need none. A turn tells nothing of a candidate whose own tokens do not reach back to it: it was asked
+    with such a turn too.
     """
-    left = list(candidates)
+    left: list[Completion] = list(candidates)
     for messages, here in steps if len(left) > 1 else ():
         for holds in (_own_ids, _own_reasoning):
-            left = _only(left, [one for one in left if one.id in here and holds(messages, here[one.id])])
+            told = {one.id for one in left if one.id in here and holds(messages, here[one.id])}
+            left = [one for one in left if not told or one.id in told or one.id not in here]
         if len(left) == 1:
             break
     left = _only(left, [one for one in left if one.request.thread == thread])

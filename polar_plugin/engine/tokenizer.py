@@ -15,6 +15,9 @@ import numpy as np
 from ..errors import ConfigError
 from ..records import JSONObject, TokenIds, token_ids
 
+_SHORT, _SHORT_KEPT = 32, 512
+_LONG, _LONG_KEPT, _SEEN_KEPT = 2000, 64, 100_000
+"""Characters of texts that are kept, and how many texts."""
 _LOSSLESS = "a b .\n\n  def f(x):\n\treturn 'é' 你好 12345 😀"
 
 
@@ -99,11 +102,17 @@ class Plain:
     """A tokenizer as `renderers` needs it to make ids, and no more.
 
     Of one that tells where in the text each id begins, the library asks it for every text, to attribute ids in a way
-    that nothing here reads: that is most of the cost of a turn's new tokens.
+    that nothing here reads: that is most of the cost of a turn's new tokens. The pieces of its format, which it asks
+    for with every turn, are kept, and so are long texts from the second time on: a program's system prompt and tools
+    are those of each of its sessions.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._short: dict[str, tuple[int, ...]] = {}
+        self._long: dict[str, TokenIds] = {}
+        self._once: set[int] = set()
+        """Hashes of the long texts that were seen so far."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # `__call__` would be the offsets
@@ -113,7 +122,29 @@ class Plain:
     def encode(self, text: str, *_: Any, add_special_tokens: bool = True, **options: Any) -> list[int]:
         if add_special_tokens or options:
             return self._tokenizer.hf.encode(text, add_special_tokens=add_special_tokens, **options)
-        return self._tokenizer.encode(text)
+        if len(text) <= _SHORT:
+            return list(self._piece(text))
+        return self._tokenizer.encode(text) if len(text) < _LONG else self._told(text)
+
+    def _piece(self, text: str) -> tuple[int, ...]:
+        known = self._short.get(text)
+        if known is None:
+            self._short = {} if len(self._short) >= _SHORT_KEPT else self._short
+            known = self._short[text] = tuple(self._tokenizer.encode(text))
+        return known
+
+    def _told(self, text: str) -> list[int]:
+        known = self._long.get(text)
+        if known is not None:
+            return known.tolist()
+        ids, mark = self._tokenizer.encode(text), hash(text)
+        if mark in self._once:
+            self._long = {} if len(self._long) >= _LONG_KEPT else self._long
+            self._long[text] = token_ids(ids)
+        else:
+            self._once = set() if len(self._once) >= _SEEN_KEPT else self._once
+            self._once.add(mark)
+        return ids
 
 
 def load_tokenizer(directory: str | Path, *, vocab_size: int | None = None, stop_ids: Sequence[int] = ()) -> Tokenizer:

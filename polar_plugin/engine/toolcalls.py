@@ -143,8 +143,11 @@ def without_half_call(content: str) -> str:
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
-_OPENINGS = (_OPEN, "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<|tool_calls_section_begin|>", "<function=")
-_CLOSINGS = (_CLOSE, "<｜tool▁call▁end｜>", "<|tool_call_end|>")
+_OPENINGS = (
+    _OPEN, "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<|tool_calls_section_begin|>", "<function=",
+    "<|start|>assistant",
+)  # fmt: skip
+_CLOSINGS = (_CLOSE, "<｜tool▁call▁end｜>", "<|tool_call_end|>", "<|call|>")
 _SPACE = re.compile(r"\s*")
 _FIRST_KEY = re.compile(r'\{\s*"?(\w*)')
 _BETWEEN = re.compile(r"[\s;]*")

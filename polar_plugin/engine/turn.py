@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar, cast
 
@@ -26,6 +26,7 @@ from ..records import (
     Message,
     SamplingParams,
     TokenIds,
+    Tool,
 )
 from .base import Engine, Parsed, Renderer, Replaying
 from .buffer import TokenBuffer
@@ -33,7 +34,12 @@ from .history import History, Place
 from .toolcalls import without_half_call
 
 T = TypeVar("T")
+_SCHEMA_CHARACTERS = 500  # a guess
 _INLINE_CHARACTERS = 16_384  # about 5 ms of tokenisation: beyond it the event loop is left
+
+
+async def _at_once() -> None:
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +88,19 @@ class Conversation:
         self._history = History(delivered)
         self._buffers: dict[str, TokenBuffer] = {}
 
-    async def __call__(self, request: ChatRequest) -> Completion:
-        """Raises ContextOverflow, BadRequest (the format cannot say it) or EngineError; then nothing is kept."""
+    async def __call__(self, request: ChatRequest, ready: Callable[[], Awaitable[None]] = _at_once) -> Completion:
+        """Raises ContextOverflow, BadRequest (the format cannot say it) or EngineError; then nothing is kept.
+
+        The first two before `ready` is awaited, and nothing is sampled until it returns.
+        """
         started = self._clock()
         prompt = await self._prompt(request)
         sampling = self._sampling(request, len(prompt.ids))
+        await ready()
         completion_id = self._new_id()
         generation = await self._generate(prompt, sampling, completion_id)
-        parsed = await self._parse(generation, request, prompt.ids)
         request = replace(prompt.place.request, role=prompt.place.role)
+        parsed = await self._parse(generation, request, prompt.ids)
         completion = Completion(
             id=completion_id,
             request=request,
@@ -134,6 +144,7 @@ class Conversation:
 
     async def _prompt(self, request: ChatRequest) -> Prompt:
         place = self._history.find(request)
+        request = place.request
         if (again := place.again) is not None:  # the very ids, however the harness tells the messages now
             buffer, length = self._buffers[again.id], len(again.prompt_ids)
             parent = place.parent if again.parent else None
@@ -157,7 +168,8 @@ class Conversation:
                 self._check(delta)
                 return place.parent, delta, None
             reason = delta
-        ids = await _cpu(lambda: renderer.render(request.messages, request.tools), _characters(request.messages))
+        size = _characters(request.messages) + _characters_of_tools(request.tools)
+        ids = await _cpu(lambda: renderer.render(request.messages, request.tools), size)
         self._check(ids)
         if place.parent is not None and extends(ids, place.parent):  # what the renderer could not tell beforehand
             return place.parent, ids[place.parent.length :], None
@@ -242,3 +254,7 @@ def _characters(messages: tuple[Message, ...]) -> int:
     calls = (call for message in messages for call in message.tool_calls)
     texts = sum(len(message.content) + len(message.reasoning) for message in messages)
     return texts + sum(len(call.arguments) for call in calls)
+
+
+def _characters_of_tools(tools: tuple[Tool, ...]) -> int:
+    return sum(len(tool.description) + _SCHEMA_CHARACTERS for tool in tools)

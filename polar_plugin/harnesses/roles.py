@@ -73,10 +73,17 @@ _FIRSTS = tuple(mark for mark in MARKS if mark.where is Where.FIRST)
 def told(request: ChatRequest) -> Role | None:
     """The role that the request tells by itself; None where only its place in the session does.
 
-    A dialect that reads it from a header (`ChatRequest.role`) is believed.
+    A dialect that reads it from a header (`ChatRequest.role`) is believed. A sub-agent's header says whose call it is,
+    not what it is for: a sub-agent's compaction is a compaction.
     """
-    if request.role is not Role.MAIN:
+    if request.role in (Role.SIDE, Role.COMPACTION):
         return request.role
+    whose = request.role if request.role is Role.SUB_AGENT else None
+    return _for(request) or whose
+
+
+def _for(request: ChatRequest) -> Role | None:
+    """What a call is for, by the marks."""
     for message in _system(request):
         if (role := _marked(_SYSTEMS, message.content, request)) is not None:
             return role

@@ -112,6 +112,8 @@ class Explanation:
     """Of the sampled tokens, those that the harness got; 1.0 where nothing was sampled."""
     trained_fraction: float
     counts: Mapping[str, int]
+    torn: bool = False
+    """Whether a crash cut the recording short, so that what its last line began to say is not here."""
 
     @property
     def breaks(self) -> tuple[Call, ...]:
@@ -125,8 +127,11 @@ def explain(
     policy: Policy | None = None,
     *,
     decode: Decode | None = None,
+    torn: bool = False,
 ) -> Explanation:
     """Explain the `traces` that a builder with `policy` made of `session`; with `decode` tokens are shown as text.
+
+    `torn` is told as it is: whether the session was read from a recording that a crash cut short.
 
     Costs what the breaks have in common with what they break from, beside one pass over the session.
     """
@@ -152,6 +157,7 @@ def explain(
         told["delivered_tokens"] / sampled if sampled else 1.0,
         told["trained_tokens"] / sampled if sampled else 1.0,
         told,
+        torn,
     )
 
 

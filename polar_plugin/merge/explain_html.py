@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from html import escape
 
 from .explain import Break, Call, Explanation
-from .explain_text import call_words, facts, headline, left_out, sides
+from .explain_text import TORN, call_words, facts, headline, left_out, sides
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8886; --soft: #8882; --was: #d33c; --now: #2a7c; }
@@ -38,6 +38,8 @@ def _session(name: str, explanation: Explanation) -> Iterator[str]:
     yield _tag("h1", f"session {explanation.session_id}")
     yield _tag("p", name)
     yield _tag("p", headline(explanation))
+    if explanation.torn:
+        yield _tag("p", TORN)
     if untrained := left_out(explanation):
         yield _tag("p", f"not trained: {untrained}")
     numbers = {call.id: call.number for call in explanation.calls}

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from .explain import Break, Call, Difference, Explanation
 
+TORN = "cut short by a crash: what its last line began to say is not here"
 _INDENT = "│ "
 
 
@@ -69,6 +70,8 @@ def sides(difference: Difference) -> Iterator[tuple[str, str]]:
 def _lines(explanation: Explanation, told_by: str) -> Iterator[str]:
     task = f" (task {explanation.task_id})" if explanation.task_id else ""
     yield f"session {explanation.session_id}{task}: {headline(explanation)}"
+    if explanation.torn:
+        yield TORN
     if untrained := left_out(explanation):
         yield f"not trained: {untrained}"
     yield told_by

@@ -103,9 +103,9 @@ class _Reading:
 def chat_request(incoming: Incoming, api: str) -> ChatRequest:
     """Raises BadRequest with the path of what is wrong."""
     body, thread = incoming.body, incoming.headers.get("x-claude-code-agent-id", "")
-    reading = _Reading({})
+    tools, told = incoming.memory.once("tools", body.get("tools"), lambda: _tools(body))
+    reading = told.copy()
     reading.drop_all_but(_READ, body)
-    tools = _tools(body, reading)
     return ChatRequest(
         messages=_messages(body, reading, incoming.memory),
         tools=tools,
@@ -285,9 +285,10 @@ def _definition(name: str, reading: _Reading) -> str:
     return json.dumps(definition, ensure_ascii=False)
 
 
-def _tools(body: JSONObject, reading: _Reading) -> tuple[Tool, ...]:
-    """Those of the first prompt. All tools with a schema go to `reading.tools`."""
+def _tools(body: JSONObject) -> tuple[tuple[Tool, ...], _Reading]:
+    """Those of the first prompt, and a reading that knows all tools."""
     tools: dict[str, Tool] = {}
+    reading = _Reading(tools)
     deferred: set[str] = set()
     for i, raw in enumerate(fields.objects(body, "tools")):
         path = f"tools.{i}"
@@ -301,8 +302,7 @@ def _tools(body: JSONObject, reading: _Reading) -> tuple[Tool, ...]:
         tools[tool.name] = tool
         if fields.flag(raw, "defer_loading", path):
             deferred.add(tool.name)
-    reading.tools = tools
-    return tuple(tool for name, tool in tools.items() if name not in deferred)
+    return tuple(tool for name, tool in tools.items() if name not in deferred), reading
 
 
 def _name(holder: JSONObject, path: str) -> str:

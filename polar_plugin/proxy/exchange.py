@@ -16,14 +16,17 @@ import anyio.to_thread
 from aiohttp import web
 
 from ..errors import PolarError
-from ..records import ChatRequest, Completion, Delivery
+from ..records import ChatRequest, Completion, Delivery, JSONObject
 from . import body, sse
 from .codec import Dialect, Framing, Incoming
+from .resent import Resent
 from .session import Session
 
 logger = logging.getLogger(__name__)
 
 _STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+_INLINE_BYTES = 500_000
+"""About 5 ms of reading: beyond it the event loop is left."""
 _RETRYABLE = frozenset({429, 503})
 
 
@@ -38,6 +41,26 @@ class Limits(Protocol):
 
     @property
     def max_body_bytes(self) -> int: ...
+
+
+class _SignsOfLife:
+    """Headers after a short grace, in which a failure still gets its own HTTP status; then comments."""
+
+    def __init__(self, request: web.Request, response: web.StreamResponse, sign: bytes, limits: Limits) -> None:
+        """`sign`: b"" for silence behind the headers."""
+        self.seconds = limits.header_grace_seconds
+        self._request, self._response, self._sign = request, response, sign
+        self._later = limits.keepalive_seconds if sign else math.inf
+
+    async def give(self) -> None:
+        self.seconds = self._later
+        try:
+            if self._response.prepared:
+                await self._response.write(self._sign)
+            else:
+                await self._response.prepare(self._request)
+        except ConnectionError:  # the server is about to cancel this exchange
+            self.seconds = math.inf
 
 
 @dataclass(slots=True)
@@ -83,8 +106,11 @@ class Exchange:
     async def _stream(self, incoming: Incoming, chat: ChatRequest) -> web.StreamResponse:
         framing = self.dialect.framing(incoming)
         response = web.StreamResponse(headers={**_STREAM_HEADERS, "Content-Type": framing.content_type})
+        signs = _SignsOfLife(self.request, response, framing.keepalive, self.limits)
         try:
-            payload = await self._generate(response, framing, incoming, chat)
+            with unexpected_as_polar_error():
+                self.completion = await self.session.turn(chat, signs)
+                payload = framing.encode(self.dialect.events(self.completion, incoming))
         except PolarError as error:
             if not response.prepared:
                 raise
@@ -94,36 +120,6 @@ class Exchange:
         await self.request.writer.drain()
         self._flushed()
         return response
-
-    async def _generate(
-        self, response: web.StreamResponse, framing: Framing, incoming: Incoming, chat: ChatRequest
-    ) -> bytes:
-        """All events of the reply. While it is generated, the connection shows signs of life."""
-        failure: PolarError | None = None
-        payload = b""
-        async with anyio.create_task_group() as group:
-            group.start_soon(self._keep_alive, response, framing.keepalive)
-            try:
-                with unexpected_as_polar_error():
-                    self.completion = await self.session.turn(chat)
-                    payload = framing.encode(self.dialect.events(self.completion, incoming))
-            except PolarError as error:  # raised again below, so that the group does not wrap it
-                failure = error
-            group.cancel_scope.cancel()
-        if failure is not None:
-            raise failure
-        return payload
-
-    async def _keep_alive(self, response: web.StreamResponse, sign: bytes) -> None:
-        """Headers after a short grace, in which a failure still gets its own HTTP status; then comments."""
-        try:
-            await anyio.sleep(self.limits.header_grace_seconds)
-            await response.prepare(self.request)
-            while sign:
-                await anyio.sleep(self.limits.keepalive_seconds)
-                await response.write(sign)
-        except ConnectionError:
-            return  # the server is about to cancel this exchange
 
     async def _open(self, response: web.StreamResponse) -> None:
         """Make sure that somebody is there. Raises ConnectionError if not.
@@ -175,10 +171,16 @@ async def read(request: web.Request, limit: int, session: Session) -> Incoming:
     with unexpected_as_polar_error():
         if codings:
             raw = await anyio.to_thread.run_sync(body.decompress, raw, codings, limit)
-        parsed = session.resent.parse(raw)
+        parsed = await _parsed(session.resent, raw)
     headers = {name.lower(): value for name, value in request.headers.items()}
     query, variables = dict(request.query), dict(request.match_info)
     return Incoming(request.path, headers, query, parsed, variables, session.recall, session.memory)
+
+
+async def _parsed(resent: Resent, raw: bytes) -> JSONObject:
+    if len(raw) <= _INLINE_BYTES or resent.news(raw) <= _INLINE_BYTES:
+        return resent.parse(raw)
+    return await anyio.to_thread.run_sync(resent.parse, raw)
 
 
 def refusal(dialect: Dialect, error: PolarError) -> web.Response:

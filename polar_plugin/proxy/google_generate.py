@@ -14,7 +14,8 @@ from ..errors import ContextOverflow, PolarError, SessionSealed
 from ..records import ChatRequest, Completion, FinishReason, JSONObject, Message
 from . import sse
 from .codec import Event, Framing, Incoming, Kind, Route
-from .google_request import COUNT, STREAM, UNPARSED, chat_request, signature, wants_thoughts
+from .google_request import COUNT, STREAM, UNPARSED, chat_request, wants_thoughts
+from .google_signature import signature
 
 _VERSIONS = ("v1beta", "v1", "v1alpha", "v1beta1")
 _NAMES = ("models/{model:.+}", "{model:(tunedModels|publishers|projects)/.+}")

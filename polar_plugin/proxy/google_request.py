@@ -6,8 +6,6 @@ snake_case, and every list also where one item stands without it, as the API its
 
 from __future__ import annotations
 
-import base64
-import binascii
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,13 +17,13 @@ from ..records import ChatRequest, Image, JSONObject, Message, SamplingParams, T
 from . import fields
 from .codec import Incoming
 from .google_schema import camel, functions, listed, unread
+from .google_signature import signed_reasoning
 from .memory import Memory
 from .parts import Part, joined
 
 STREAM, COUNT = ":streamGenerateContent", ":countTokens"
 UNPARSED = "unparsed_arguments"
 """The one argument of a call whose arguments are no JSON object: their text. The API can say nothing else."""
-_SIGNED = b"polar_plugin reasoning 1\n"
 _ROLES = ("user", "model", "function", "tool")
 _READ = frozenset({"contents", "systemInstruction", "tools", "toolConfig", "generationConfig", "model"})
 _READ_OF_CONFIG = frozenset({
@@ -41,21 +39,6 @@ _READ_OF_RESULT = frozenset({"id", "name", "response", "parts"})
 _SOLE = ("output", "result", "error")
 """Keys under which a function's response is told whole: the API's two, and the one of the Python SDK."""
 _MODES = {"AUTO": "auto", "ANY": "required", "NONE": "none", "VALIDATED": "auto", "MODE_UNSPECIFIED": "auto"}
-
-
-def signature(reasoning: str) -> str:
-    """A thoughtSignature that carries the reasoning: clients drop thoughts, but must send signatures back."""
-    return base64.b64encode(_SIGNED + reasoning.encode("utf-8", "surrogatepass")).decode("ascii")
-
-
-def signed_reasoning(signed: str) -> str | None:
-    """The reasoning of one of our signatures, in either alphabet of base64; None for one of somebody else."""
-    try:
-        standard = signed.replace("-", "+").replace("_", "/").rstrip("=")
-        raw = base64.b64decode(standard + "=" * (-len(standard) % 4), validate=True)
-        return raw.removeprefix(_SIGNED).decode("utf-8", "surrogatepass") if raw.startswith(_SIGNED) else None
-    except (binascii.Error, ValueError):
-        return None
 
 
 def asked(incoming: Incoming) -> tuple[JSONObject, str]:
@@ -80,7 +63,8 @@ def chat_request(incoming: Incoming, api: str) -> ChatRequest:
     """Raises BadRequest with the path of what is wrong."""
     body, path = asked(incoming)
     ignored = unread(body, _READ, "")
-    tools = functions(body, path, ignored)
+    tools, dropped = incoming.memory.once((path, "tools"), body.get("tools"), lambda: _functions(body, path))
+    ignored |= dropped
     return ChatRequest(
         messages=(*_system(body, path, ignored), *_messages(body, path, ignored, incoming.memory)),
         tools=tools,
@@ -91,6 +75,11 @@ def chat_request(incoming: Incoming, api: str) -> ChatRequest:
         api=api,
         ignored=tuple(sorted(ignored)),
     )
+
+
+def _functions(body: JSONObject, path: str) -> tuple[tuple[Tool, ...], set[str]]:
+    ignored = set[str]()
+    return functions(body, path, ignored), ignored
 
 
 def _system(body: JSONObject, path: str, ignored: set[str]) -> tuple[Message, ...]:

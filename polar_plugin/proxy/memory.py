@@ -6,7 +6,7 @@ the first items of one request goes on from there in the next one, and the messa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any, Protocol, Self, TypeVar
@@ -17,6 +17,7 @@ from .fields import at
 
 _LINES = 4  # conversations that go on side by side
 _STATES = 6  # items at a request's end that its next one may tell otherwise, as moved cache marks do
+_KEYS = 8  # paths at which something is read once
 
 
 class Reader(Protocol):
@@ -32,6 +33,7 @@ class Reader(Protocol):
 
 
 R = TypeVar("R", bound=Reader)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,16 @@ class Memory:
 
     def __init__(self) -> None:
         self._lines: list[_Line] = []
+        self._made: dict[Any, tuple[Any, Any]] = {}
+
+    def once(self, key: Any, value: Any, make: Callable[[], T]) -> T:
+        """What `make` makes of `value`, the very object of it that was told last under this key or another one."""
+        known = self._made.get(key)
+        if known is None or known[0] is not value:
+            if len(self._made) >= _KEYS:
+                self._made.clear()
+            known = self._made[key] = (value, make())
+        return known[1]
 
     def read(self, reader: R, items: Sequence[Any], path: str, context: Any = None) -> R:
         """`reader` with all items taken.

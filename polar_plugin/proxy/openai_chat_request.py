@@ -39,7 +39,7 @@ def chat_request(incoming: Incoming, api: str) -> ChatRequest:
         raise BadRequest("only one choice a request is sampled; send n=1, several times", path="n")
     fields.flag(body, "logprobs")
     fields.flag(fields.mapping(body, "stream_options"), "include_usage", "stream_options")
-    tools = _tools(body)
+    tools = incoming.memory.once("tools", body.get("tools"), lambda: _tools(body))
     raw = fields.objects(body, "messages")
     if not raw:
         raise BadRequest("expected at least one message", path="messages")

@@ -52,7 +52,7 @@ def response(completion: Completion, incoming: Incoming) -> JSONObject:
 def output(completion: Completion, incoming: Incoming) -> list[JSONObject]:
     if is_compaction(incoming):
         return [compaction_item(completion)]
-    return output_items(completion, incoming, offers_of(incoming.body))
+    return output_items(completion, incoming, offers_of(incoming))
 
 
 def usage(completion: Completion) -> JSONObject:

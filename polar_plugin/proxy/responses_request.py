@@ -12,6 +12,7 @@ from ..records import ChatRequest, Completion, Image, JSONObject, Message, Role,
 from . import fields
 from .codec import Incoming
 from .parts import Part, joined
+from .responses_caller import caller
 from .responses_items import (
     SUMMARY_ASK,
     Recall,
@@ -38,9 +39,6 @@ _ROLES: Mapping[str, Literal["system", "user", "assistant"]] = {
     "assistant": "assistant",
 }
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-_SIDE_AGENTS = frozenset({"memory_consolidation"})
-_AGENTS = {"x-codex-parent-thread-id": "thread-id", "x-parent-session-id": "x-session-id"}
-"""Headers that only a sub-agent's calls have, and the header that names its own thread."""
 
 
 class UnknownResponse(BadRequest):
@@ -53,9 +51,9 @@ def chat_request(incoming: Incoming, api: str) -> ChatRequest:
     for name in ("conversation", "prompt"):
         if body.get(name):
             raise BadRequest("nothing is stored here under an id; send the text itself as input", path=name)
-    offers = offers_of(body)
+    offers = offers_of(incoming)
     reader, messages = _read(incoming, offers)
-    thread, role = _caller(incoming)
+    thread, role = caller(incoming)
     tool_choice = choice(body, offers)
     if is_compaction(incoming):
         messages, role, tool_choice = [*messages, Message("user", SUMMARY_ASK)], Role.COMPACTION, "none"
@@ -314,32 +312,6 @@ def _sampling(body: JSONObject) -> SamplingParams:
         top_p=1.0 if top_p is None else top_p,
         max_tokens=fields.integer(body, "max_output_tokens", least=1),
     )
-
-
-def _caller(incoming: Incoming) -> tuple[str, Role]:
-    """The thread, "" for the main one, and what the call is for. Nothing that a header says can fail a request."""
-    headers, turn = incoming.headers, _turn_metadata(incoming)
-    agent = headers.get("x-openai-subagent", "")
-    thread = next(
-        (headers.get(own, "") or parent for mark, own in _AGENTS.items() if (parent := headers.get(mark))), ""
-    )
-    if agent not in ("", "compact") and not thread:
-        thread = headers.get("thread-id", "") or agent
-    kind = turn.get("request_kind")
-    if kind == "compaction" or agent == "compact":
-        return thread, Role.COMPACTION
-    if kind == "prewarm" or agent in _SIDE_AGENTS:
-        return thread, Role.SIDE
-    return thread, Role.SUB_AGENT if thread else Role.MAIN
-
-
-def _turn_metadata(incoming: Incoming) -> JSONObject:
-    """Codex's own; {} where there is none that can be read."""
-    try:
-        value = json.loads(incoming.headers.get("x-codex-turn-metadata", ""))
-    except (ValueError, RecursionError):
-        return {}
-    return cast("JSONObject", value) if isinstance(value, dict) else {}
 
 
 def _ignored(body: JSONObject) -> set[str]:

@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 from ..errors import BadRequest
 from ..records import JSONObject, Tool
 from . import fields
+from .codec import Incoming
 
 Kind = Literal["function", "custom", "local_shell"]
 Key = tuple[Kind, str, str]
@@ -74,8 +75,15 @@ def flat(key: Key) -> str:
     return f"{namespace}{'' if namespace.endswith('__') else '__'}{name}" if namespace else name
 
 
-def offers_of(body: JSONObject) -> Offers:
+def offers_of(incoming: Incoming) -> Offers:
     """Raises BadRequest with the path of what is wrong."""
+    body = incoming.body
+    if any(_adds_tools(item) for item in _input(body)):
+        return _offers(body)
+    return incoming.memory.once("tools", body.get("tools"), lambda: _offers(body))
+
+
+def _offers(body: JSONObject) -> Offers:
     dropped: set[str] = set()
     found: dict[Key, Tool] = {}
     for key, tool in _listed(body, dropped):
@@ -139,10 +147,17 @@ def arguments_of(action: JSONObject) -> str:
 
 def _listed(body: JSONObject, dropped: set[str]) -> Iterator[tuple[Key, Tool]]:
     yield from _tools(body, "", dropped)
-    if isinstance(body.get("input"), list):
-        for i, item in enumerate(cast("list[Any]", body["input"])):
-            if type(item) is dict and cast("JSONObject", item).get("type") == "additional_tools":
-                yield from _tools(cast("JSONObject", item), f"input.{i}", dropped)
+    for i, item in enumerate(_input(body)):
+        if _adds_tools(item):
+            yield from _tools(item, f"input.{i}", dropped)
+
+
+def _input(body: JSONObject) -> list[Any]:
+    return cast("list[Any]", body["input"]) if isinstance(body.get("input"), list) else []
+
+
+def _adds_tools(item: Any) -> bool:
+    return type(item) is dict and cast("JSONObject", item).get("type") == "additional_tools"
 
 
 def _tools(holder: JSONObject, path: str, dropped: set[str], namespace: str = "") -> Iterator[tuple[Key, Tool]]:

@@ -26,6 +26,8 @@ from .session import Reply, Session, SessionTable
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _PREFIXES = ("", "/s/{key:[A-Za-z0-9_-]+}")
 _SHUTDOWN_SECONDS = 2.0
+_HEADER_BYTES = 64 * 1024
+"""Of one header or of the request line: programs put JSON of their own into headers, and keys into URLs."""
 _DIALECTS: tuple[Dialect, ...] = (AnthropicMessages(), OpenAIResponses(), GoogleGenerate(), OpenAIChat())
 """OpenAI Chat is last: it takes what no other one knows."""
 
@@ -98,6 +100,8 @@ class Proxy:
                 keepalive_timeout=self.config.idle_seconds,
                 shutdown_timeout=_SHUTDOWN_SECONDS,
                 access_log=None,  # paths may hold session keys
+                max_line_size=_HEADER_BYTES,
+                max_field_size=_HEADER_BYTES,
             )
             await runner.setup()
             try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -18,18 +18,24 @@ from ..records import ChatRequest, Completion, CompletionSession, Delivery
 from .gate import Gate
 from .memory import Memory
 from .resent import Resent
-from .shared import Shared
+from .shared import Shared, Signs, Silence
 
+Ready = Callable[[], Awaitable[None]]
+"""Returns once turns may begin."""
 Work = Callable[[], Coroutine[Any, Any, None]]
 Spawn = Callable[[Work], None]
 """Starts a task of the proxy's own, which outlives the call that asked for it."""
+_SILENCE = Silence()
 
 
 class Reply(Protocol):
     """The token side of one session."""
 
-    async def __call__(self, request: ChatRequest, /) -> Completion:
-        """Cancelling it aborts the engine's call."""
+    async def __call__(self, request: ChatRequest, ready: Ready, /) -> Completion:
+        """Cancelling it aborts the engine's call.
+
+        `ready` is awaited before anything is sampled, and behind all that refuses a request for what it asks.
+        """
         ...
 
     async def count(self, request: ChatRequest, /) -> int:
@@ -62,7 +68,7 @@ class Session:
         self._gate = gate
         self._spawn = spawn
         self._turns: dict[Shared, None] = {}
-        self._stirred = anyio.Event()
+        self._stirred: anyio.Event | None = None
         self._stirred_at = anyio.current_time()
         self._completions: list[Completion] = []
         self._delivery: dict[str, Delivery] = {}
@@ -87,7 +93,7 @@ class Session:
         """Replies that are being generated, or held at the gate."""
         return len(self._turns)
 
-    async def turn(self, request: ChatRequest) -> Completion:
+    async def turn(self, request: ChatRequest, signs: Signs = _SILENCE) -> Completion:
         """Generate a reply and record it, in one step: what this returns is on the ledger, as PENDING.
 
         An equal request under way is joined instead: both calls return its completion. Raises SessionSealed, also when
@@ -101,7 +107,7 @@ class Session:
         else:
             self.counts["joined"] += 1
         try:
-            completion = await shared.result()
+            completion = await shared.result(signs)
         except anyio.get_cancelled_exc_class():
             if shared.completion is None:
                 self.counts["hangups"] += 1
@@ -121,6 +127,7 @@ class Session:
 
     async def stirred(self) -> None:
         """Returns when a model call next begins, ends or is refused."""
+        self._stirred = self._stirred or anyio.Event()
         await self._stirred.wait()
 
     async def quiet(self, seconds: float) -> None:
@@ -179,8 +186,7 @@ class Session:
 
     async def _generate(self, shared: Shared) -> Completion:
         try:
-            await self._gate.passed()
-            completion = await self._reply(shared.request)
+            completion = await self._reply(shared.request, self._gate.passed)
         except Exception as error:
             self._failed(error)
             raise
@@ -207,8 +213,9 @@ class Session:
     def _stir(self) -> None:
         self.last_activity = time.time()
         self._stirred_at = anyio.current_time()
-        self._stirred.set()
-        self._stirred = anyio.Event()
+        if self._stirred is not None:
+            self._stirred.set()
+            self._stirred = None
 
     def _close_ledger(self) -> CompletionSession:
         lost = {Delivery.PENDING: Delivery.UNDELIVERED}

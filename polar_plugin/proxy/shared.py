@@ -6,12 +6,34 @@ one generation, which lives in a task of the proxy's own: it ends early only whe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import Protocol
 
 import anyio
 
 from ..records import ChatRequest, Completion
+
+
+class Signs(Protocol):
+    """Signs of life that a waiting call gives its client."""
+
+    @property
+    def seconds(self) -> float:
+        """Until the next one is due."""
+        ...
+
+    async def give(self) -> None: ...
+
+
+class Silence:
+    """None at all."""
+
+    seconds = math.inf
+
+    async def give(self) -> None:
+        return None
 
 
 class Shared:
@@ -47,14 +69,18 @@ class Shared:
         finally:
             self._ended.set()
 
-    async def result(self) -> Completion | None:
-        """What it came to; None where `cancel` ended it. Raises what the generation raised.
+    async def result(self, signs: Signs) -> Completion | None:
+        """What it came to; None where `cancel` ended it. Raises what the generation raised, and what the signs raise.
 
         A call that is cancelled here leaves the others their generation; the last one takes it with it.
         """
         self._waiting += 1
         try:
-            await self._ended.wait()
+            while not self._ended.is_set():
+                with anyio.move_on_after(signs.seconds) as patience:
+                    await self._ended.wait()
+                if patience.cancelled_caught:
+                    await signs.give()
         finally:
             self._waiting -= 1
             if not self._waiting:

@@ -17,11 +17,12 @@ COMMENT = b": keep-alive\n\n"
 """A comment: every conforming reader skips it, and its bytes keep idle timers from firing."""
 
 DONE = "[DONE]"
+_JSON = json.JSONEncoder(ensure_ascii=True, allow_nan=False, separators=(",", ":"))
 
 
 def to_json(value: Any) -> bytes:
     """Compact ASCII JSON. Raises ValueError on NaN and infinity, which JSON does not have."""
-    return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode("ascii")
+    return _JSON.encode(value).encode("ascii")
 
 
 def encode(event: Event) -> bytes:

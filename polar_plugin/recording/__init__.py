@@ -11,6 +11,9 @@ The first line is the session, then one line a completion, the last one its end:
     {"type": "delivery", "id", "delivery"}
     {"type": "end", "status", "evaluation", "failure", "counts", "session_counts"}
 
+A message is an object of OpenAI Chat with `reasoning_content`; one with images has `parts` too, its content piece by
+piece: texts, and an object {"media_type", "data", "url"} an image.
+
 A file grows with what is new in a session, not with its history:
 
 * `prompt_delta` follows the parent's prompt ‖ output; `prompt_ids` is a whole prompt;

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from ..engine.buffer import TokenBuffer
 from ..errors import RecordingError
 from ..merge.parents import extends
-from ..merge.traces import message_json, tool_json
+from ..merge.traces import tool_json
 from ..records import (
     BreakReason,
     ChatRequest,
@@ -35,15 +34,14 @@ from ..records import (
     Status,
     TokenIds,
     Tool,
-    ToolCall,
     VersionSpan,
     log_probs,
     token_ids,
 )
+from .fields import known, numbers, shallow, typed
+from .messages import message_json, message_of, tool_of
 
 VERSION = 1
-_ROLES = ("system", "user", "assistant", "tool")
-_KINDS: Mapping[Any, str] = {dict: "an object", list: "a list", str: "a string"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +93,15 @@ def _list(value: object) -> list[Any]:
 
 
 def header_json(header: Header) -> JSONObject:
-    return {"type": "session", "version": VERSION, **_shallow(header)}
+    return {"type": "session", "version": VERSION, **shallow(header)}
 
 
 def end_json(end: End) -> JSONObject:
     return {
         "type": "end",
         "status": end.status,
-        "evaluation": _shallow(end.evaluation) if end.evaluation else None,
-        "failure": _shallow(end.failure) if end.failure else None,
+        "evaluation": shallow(end.evaluation) if end.evaluation else None,
+        "failure": shallow(end.failure) if end.failure else None,
         "counts": dict(end.counts),
         "session_counts": dict(end.session_counts),
     }
@@ -126,7 +124,7 @@ def completion_json(completion: Completion, parent: Completion | None, delivery:
         "ended": completion.ended,
         "api": completion.request.api,
         "request": _request_json(completion.request, parent),
-        "sampling": _shallow(completion.sampling),
+        "sampling": shallow(completion.sampling),
         **_prompt_json(completion.prompt_ids, parent),
         "output_ids": generation.output_ids,
         "logprobs": generation.logprobs,
@@ -161,7 +159,7 @@ def _prompt_json(prompt: TokenIds, parent: Completion | None) -> JSONObject:
 def _request_json(request: ChatRequest, parent: Completion | None) -> JSONObject:
     told: JSONObject = {
         "tool_choice": request.tool_choice,
-        "sampling": _shallow(request.sampling),
+        "sampling": shallow(request.sampling),
         "stream": request.stream,
         "model": request.model,
         "thread": request.thread,
@@ -193,10 +191,6 @@ def _same_tools(left: Sequence[Tool], right: Sequence[Tool]) -> bool:
     return left is right or repr(left) == repr(right)
 
 
-def _shallow(record: Any) -> JSONObject:
-    return {one.name: getattr(record, one.name) for one in dataclasses.fields(record)}
-
-
 # --- lines to records ------------------------------------------------------------------------------------------------
 
 
@@ -210,25 +204,25 @@ def header_of(line: JSONObject) -> Header:
             " read it with the release of polar-plugin that wrote it"
         )
     for key in ("metadata", "tokenizer"):
-        _typed(line, key, dict)
-    told = _known(Header, line)
-    told["end_of_turn"] = tuple(_typed(line, "end_of_turn", list) or ())
+        typed(line, key, dict)
+    told = known(Header, line)
+    told["end_of_turn"] = tuple(typed(line, "end_of_turn", list) or ())
     return Header(**told)
 
 
 def end_of(line: JSONObject) -> End:
-    evaluation, failure = _typed(line, "evaluation", dict), _typed(line, "failure", dict)
+    evaluation, failure = typed(line, "evaluation", dict), typed(line, "failure", dict)
     return End(
         status=Status(line["status"]) if line.get("status") else None,
         evaluation=_evaluation(evaluation) if evaluation else None,
-        failure=Failure(**_known(Failure, failure)) if failure else None,
-        counts=_typed(line, "counts", dict) or {},
-        session_counts=_typed(line, "session_counts", dict) or {},
+        failure=Failure(**known(Failure, failure)) if failure else None,
+        counts=typed(line, "counts", dict) or {},
+        session_counts=typed(line, "session_counts", dict) or {},
     )
 
 
 def _evaluation(line: JSONObject) -> Evaluation:
-    told = _known(Evaluation, line)
+    told = known(Evaluation, line)
     if told.get("trace_rewards") is not None:
         told["trace_rewards"] = tuple(told["trace_rewards"])
     return Evaluation(**told)
@@ -248,29 +242,29 @@ class CompletionReader:
         """Raises KeyError, TypeError or ValueError on what the line lacks or has wrong."""
         parent = self._known.get(line.get("parent") or "")
         buffer, prompt = self._prompt(line, parent)
-        output = token_ids(_numbers(line, "output_ids"))
-        _typed(line, "id", str)
+        output = token_ids(numbers(line, "output_ids"))
+        typed(line, "id", str)
         completion = Completion(
             id=line["id"],
             request=_request(line, parent),
             prompt_ids=prompt,
             generation=Generation(
                 output_ids=output,
-                logprobs=log_probs(_numbers(line, "logprobs")),
+                logprobs=log_probs(numbers(line, "logprobs")),
                 finish_reason=FinishReason(line.get("finish_reason") or FinishReason.STOP),
                 versions=tuple(VersionSpan(str(name), count) for name, count in line.get("weight_versions") or ()),
                 stop=line.get("stop"),
                 routing=_routing(line.get("routed_experts")),
                 nucleus=_nucleus(line),
             ),
-            reply=_message(line.get("reply") or {"role": "assistant"}),
-            sampling=_sampling(_typed(line, "sampling", dict)),
-            started=_typed(line, "started", (int, float)) or 0.0,
-            ended=_typed(line, "ended", (int, float)) or 0.0,
+            reply=message_of(line.get("reply") or {"role": "assistant"}),
+            sampling=_sampling(typed(line, "sampling", dict)),
+            started=typed(line, "started", (int, float)) or 0.0,
+            ended=typed(line, "ended", (int, float)) or 0.0,
             parent=line.get("parent"),
             break_reason=BreakReason(line["break_reason"]) if line.get("break_reason") else None,
-            malformed_calls=_typed(line, "malformed_calls", int) or 0,
-            images_omitted=_typed(line, "images_omitted", int) or 0,
+            malformed_calls=typed(line, "malformed_calls", int) or 0,
+            images_omitted=typed(line, "images_omitted", int) or 0,
         )
         self._known[completion.id] = completion
         self._buffers[completion.id] = buffer.extended(len(prompt), output)
@@ -278,12 +272,12 @@ class CompletionReader:
 
     def _prompt(self, line: JSONObject, parent: Completion | None) -> tuple[TokenBuffer, TokenIds]:
         if "prompt_delta" not in line:
-            ids = token_ids(_numbers(line, "prompt_ids"))
+            ids = token_ids(numbers(line, "prompt_ids"))
             buffer, length = TokenBuffer(ids), len(ids)
         elif parent is None:
             raise ValueError(f"prompt_delta follows the completion {line.get('parent')!r}, which no line before has")
         else:
-            delta = token_ids(_numbers(line, "prompt_delta"))
+            delta = token_ids(numbers(line, "prompt_delta"))
             buffer, length = self._buffers[parent.id].extended(parent.length, delta), parent.length + len(delta)
         return buffer, buffer.view(length)
 
@@ -304,79 +298,34 @@ def _nucleus(line: JSONObject) -> Nucleus | None:
 
 
 def _request(line: JSONObject, parent: Completion | None) -> ChatRequest:
-    told: JSONObject = _typed(line, "request", dict) or {}
-    known = _known(ChatRequest, told)
-    known["messages"], known["tools"] = _messages(told, parent), _tools(told, parent)
-    known["sampling"] = _sampling(_typed(told, "sampling", dict))
-    known["api"], known["role"] = line.get("api") or "", Role(line.get("role") or Role.MAIN)
-    known["ignored"] = tuple(told.get("ignored") or ())
-    return ChatRequest(**known)
+    told: JSONObject = typed(line, "request", dict) or {}
+    asked = known(ChatRequest, told)
+    asked["messages"], asked["tools"] = _messages(told, parent), _tools(told, parent)
+    asked["sampling"] = _sampling(typed(told, "sampling", dict))
+    asked["api"], asked["role"] = line.get("api") or "", Role(line.get("role") or Role.MAIN)
+    asked["ignored"] = tuple(told.get("ignored") or ())
+    return ChatRequest(**asked)
 
 
 def _messages(told: JSONObject, parent: Completion | None) -> tuple[Message, ...]:
     if "messages_delta" not in told:
-        return tuple(_message(message) for message in told.get("messages") or ())
+        return tuple(message_of(message) for message in told.get("messages") or ())
     if parent is None:
         raise ValueError("messages_delta without a parent in the lines before")
     base = (*parent.request.messages, parent.reply)
     kept = told.get("messages_kept", len(base))
     if not 0 <= kept <= len(base):
         raise ValueError(f"messages_kept is {kept}, but the parent has {len(base)} messages with its reply")
-    return (*base[:kept], *(_message(message) for message in told["messages_delta"]))
+    return (*base[:kept], *(message_of(message) for message in told["messages_delta"]))
 
 
 def _tools(told: JSONObject, parent: Completion | None) -> tuple[Tool, ...]:
     if "tools" not in told:
         return parent.request.tools if parent else ()
-    return tuple(Tool(**_known(Tool, tool["function"])) for tool in told["tools"] or ())
-
-
-def _message(told: Any) -> Message:
-    if not isinstance(told, dict):
-        raise ValueError(f"a message must be an object, got {told!r:.60}")
-    told = cast("JSONObject", told)
-    if told["role"] not in _ROLES:
-        raise ValueError(f"`role` must be one of {', '.join(_ROLES)}, got {told['role']!r:.60}")
-    return Message(
-        role=told["role"],
-        content=_typed(told, "content", str) or "",
-        reasoning=_typed(told, "reasoning_content", str) or "",
-        tool_calls=tuple(_call(call) for call in _typed(told, "tool_calls", list) or ()),
-        tool_call_id=_typed(told, "tool_call_id", str) or "",
-        name=_typed(told, "name", str) or "",
-    )
-
-
-def _call(told: JSONObject) -> ToolCall:
-    function = told["function"]
-    for key in ("name", "arguments"):
-        _typed(function, key, str)
-    return ToolCall(function["name"], function["arguments"], _typed(told, "id", str) or "")
+    return tuple(tool_of(tool) for tool in told["tools"] or ())
 
 
 def _sampling(told: JSONObject | None) -> SamplingParams:
-    known = _known(SamplingParams, told or {})
-    known["stop"] = tuple(known.get("stop") or ())
-    return SamplingParams(**known)
-
-
-def _typed(told: JSONObject, key: str, kind: type | tuple[type, ...]) -> Any:
-    """The value under `key`, None where it is absent or null. Raises ValueError where it is of another kind."""
-    value = told.get(key)
-    if value is not None and not isinstance(value, kind):
-        raise ValueError(f"`{key}` must be {_KINDS.get(kind, 'a number')}, got {value!r:.60}")
-    return value
-
-
-def _numbers(line: JSONObject, key: str) -> NDArray[Any]:
-    """A flat array of what may be token ids or log-probabilities."""
-    numbers = np.asarray(line[key])
-    if numbers.ndim != 1:
-        raise ValueError(f"`{key}` must be a list of numbers, got {line[key]!r:.60}")
-    return numbers
-
-
-def _known(record: type, told: JSONObject) -> JSONObject:
-    """The keys of `told` that `record` has as fields; others are a later writer's."""
-    names = {one.name for one in dataclasses.fields(record)}
-    return {name: value for name, value in told.items() if name in names}
+    asked = known(SamplingParams, told or {})
+    asked["stop"] = tuple(asked.get("stop") or ())
+    return SamplingParams(**asked)

@@ -20,8 +20,8 @@ def redact(source: Path, target: Path, *, renumber_ids: bool = False) -> None:
     """Copy a recording with every text replaced by filler of its length; structure, order and numbers stay.
 
     Filled are the texts of messages, replies and tool descriptions, the string values of tool-call arguments (their
-    keys stay, numbers become 0), stop strings and failure messages; `metadata` and the evaluation's report are emptied.
-    Names stay: of tools, harness, model, tokenizer, session and task.
+    keys stay, numbers become 0), images and where they lie, stop strings and failure messages; `metadata` and the
+    evaluation's report are emptied. Names stay: of tools, harness, model, tokenizer, session and task.
 
     Token ids stay too, and *a tokenizer turns them back into text*. `renumber_ids` replaces each by its rank of first
     appearance: prefixes, lengths and log-probabilities stay as they are, the text is gone.
@@ -47,11 +47,23 @@ def _filled(key: str, value: Any) -> Any:
     if isinstance(value, dict):
         items = cast("JSONObject", value).items()
         return {} if key in _FREE else {name: _filled(name, item) for name, item in items}
+    if isinstance(value, list) and key == "parts":
+        return [_part_filled(part) for part in cast("list[Any]", value)]
     if isinstance(value, list) and key != "logprobs":
         return [_filled(key, item) for item in cast("list[Any]", value)]
     if isinstance(value, str) and key in _TEXTS:
         return _filler(value)
     return _arguments_filled(value) if isinstance(value, str) and key == "arguments" else cast("Any", value)
+
+
+def _part_filled(part: Any) -> Any:
+    """A piece of text, or an image of which the kind stays."""
+    if not isinstance(part, dict):
+        return _values_filled(part)
+    return {
+        name: value if name == "media_type" else _values_filled(value)
+        for name, value in cast("JSONObject", part).items()
+    }
 
 
 def _filler(text: str) -> str:

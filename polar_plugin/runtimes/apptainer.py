@@ -40,6 +40,8 @@ from .watchdog import MemoryWatch
 
 PROXY_PORT = 8399
 _log = logging.getLogger("polar_plugin.runtimes.apptainer")
+_PATIENCE = 1.0
+"""Seconds for a container to be seen to have ended with a command that was killed, and not by us."""
 _told: set[str] = set()
 _found: dict[tuple[str, ...], Way] = {}
 """What worked last, by program, image and what was asked: tried first the next time."""
@@ -52,6 +54,8 @@ class _Execution:
     directory: Path
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     ended: anyio.Event = field(default_factory=anyio.Event)
+    clients: list[int] = field(default_factory=list[int])
+    """The process of this machine from which those inside descend, once it is there."""
 
     def inside(self, name: str) -> str:
         return f"{GIVEN}/{self.directory.name}/{name}"
@@ -268,13 +272,24 @@ class ApptainerRuntime:
         enter, around, env = opened.container.enter(), supervisor(opened.kit), self._program.env
         limit = self._options.output_bytes
         with execution.scope:
+            patience = 0.0
             try:
                 result = await run_contained(
-                    start, enter, around, env=env, stdin=stdin, timeout=timeout, limit=limit, watch=memory or watch
+                    start,
+                    enter,
+                    around,
+                    env=env,
+                    stdin=stdin,
+                    timeout=timeout,
+                    limit=limit,
+                    watch=memory or watch,
+                    told_pid=execution.clients.append,
                 )
+                killed = result.exit_code > 128 and not (result.timed_out or result.ended)
+                patience = _PATIENCE if killed else 0.0
             finally:
                 with anyio.CancelScope(shield=True):
-                    await opened.container.tidy()
+                    await opened.container.tidy(patience=patience)
             return replace(result, ended=False, oom=True) if memory and memory.exceeded else result
         raise SandboxError("the sandbox was stopped while a command ran")
 
@@ -287,7 +302,12 @@ class ApptainerRuntime:
         limit = self._spec.memory_mb
         if limit is None or opened.bounded:
             return None
-        return MemoryWatch(lambda: host_tree.memory(host_tree.below(host_tree.named(self._name))), limit << 20, also)
+        return MemoryWatch(self._held, limit << 20, also)
+
+    def _held(self) -> int:
+        """Bytes of memory, of all commands together."""
+        clients = [pid for execution in tuple(self._running) for pid in execution.clients]
+        return host_tree.memory(host_tree.below(clients))
 
     def _start(self, argv: Sequence[str], cwd: str, env: Mapping[str, str]) -> Start:
         own = {"HOME": self.home, "USER": "agent", "LANG": "C.UTF-8", "TMPDIR": "/tmp"}

@@ -43,10 +43,12 @@ class Container(Protocol):
         """The command line before a command."""
         ...
 
-    async def tidy(self) -> None:
+    async def tidy(self, *, patience: float = 0.0) -> None:
         """Called after each command: kill what its supervisor was kept from killing.
 
-        Raises SandboxError where the container has ended.
+        `patience`: seconds within which a container that is ending may be seen to have ended. A container
+        that was ended from inside is opened anew on its files, which is as if all commands had been killed. Raises
+        SandboxError where that cannot be.
         """
         ...
 
@@ -68,7 +70,7 @@ class Alone:
     def enter(self) -> list[str]:
         return list(apptainer_argv.alone(self._program, self._box, self._way))
 
-    async def tidy(self) -> None:
+    async def tidy(self, *, patience: float = 0.0) -> None:
         """The kernel ends a process table with its first process."""
 
     async def close(self) -> None:
@@ -82,6 +84,9 @@ class Instance:
         """`directory` is where the files about the start go."""
         self._program, self._box, self._name = program, box, name
         self._directory, self._relay, self._ttl = directory, relay, ttl
+        self._way = Way("overlay")
+        self._until = 0.0
+        self._reviving = anyio.Lock()
         self._pid: int | None = None
         self._ended: int | None = None
         """A descriptor of the first process, readable once it has ended."""
@@ -89,6 +94,7 @@ class Instance:
 
     async def open(self, way: Way) -> None:
         """Shielded, as what is cut off in the middle of its start comes up afterwards."""
+        self._way, self._until = way, time.monotonic() + self._ttl
         pid_file = self._directory / "pid"
         argv = apptainer_argv.start_instance(self._program, self._box, way, self._name, pid_file)
         try:
@@ -119,12 +125,24 @@ class Instance:
     def enter(self) -> list[str]:
         return list(apptainer_argv.in_instance(self._program, self._name))
 
-    async def tidy(self) -> None:
-        if self._pid is None or self._ended is None or select.select([self._ended], [], [], 0)[0]:
-            raise SandboxError("the instance has ended: by its time limit, or for want of memory on this machine")
+    async def tidy(self, *, patience: float = 0.0) -> None:
+        async with self._reviving:
+            if self._pid is None or self._ended is None or await _readable(self._ended, patience):
+                return await self._revive()
         if not await anyio.to_thread.run_sync(lambda pid: host_tree.kill_below(pid, seconds=10), self._pid):
             await self.close()
             raise SandboxError("processes inside could not be killed, so the instance was")
+
+    async def _revive(self) -> None:
+        """An agent can end its instance, by `kill 1`, and shall win nothing by it."""
+        left = self._until - time.monotonic()
+        if self._guard is None:
+            raise SandboxError("the instance is closed")
+        if left <= 1 or self._way.writable == "tmpfs":
+            raise SandboxError("the instance has ended" + (f": its {self._ttl:g} s are over" if left <= 1 else ""))
+        await self.close()
+        await self.open(self._way)
+        self._until = time.monotonic() + left
 
     async def close(self) -> None:
         guard, self._guard = self._guard, None
@@ -218,6 +236,13 @@ def kill_named(name: str) -> bool:
         if time.monotonic() > deadline:
             return False
     return True
+
+
+async def _readable(fd: int, seconds: float) -> bool:
+    if seconds:
+        with anyio.move_on_after(seconds):
+            await anyio.wait_readable(fd)
+    return bool(select.select([fd], [], [], 0)[0])
 
 
 def _number(path: Path) -> int:

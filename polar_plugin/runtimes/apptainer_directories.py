@@ -49,6 +49,8 @@ def box(
         shown[START_SCRIPT] = directory / "start" / "script"
     elif relay is not None:
         shown[SOCKET] = relay.socket
+    if spec.harness_root is not None:
+        shown[spec.harness_root] = Path(spec.harness_root)
     shown |= dict(_bind(bind) for bind in options.ro_binds)
     image = Path(str(spec.image)).absolute()
     if way.writable == "copy":

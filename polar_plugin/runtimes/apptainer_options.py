@@ -12,6 +12,7 @@ from ..errors import ConfigError, SandboxError
 from ..records import RuntimeSpec
 from .apptainer_argv import Program, Writable
 from .base import ProxyEndpoint
+from .harness_roots import check_harness_root
 
 NETWORKS = ("proxy_only", "none", "host")
 _STATE = ("APPTAINER_", "SINGULARITY_", "XDG_")
@@ -78,6 +79,7 @@ def check(spec: RuntimeSpec, proxy: ProxyEndpoint | None) -> None:
         raise ConfigError(f"runtime.image: make a file of it, `apptainer pull image.sif {spec.image}`, and name that")
     if spec.workdir is not None and not spec.workdir.startswith("/"):
         raise ConfigError(f"runtime.workdir must be absolute, not {spec.workdir!r}")
+    check_harness_root(spec)
     if spec.network == "proxy_only" and proxy is not None and proxy.unix_socket is None:
         raise ConfigError("runtime.network: proxy_only needs the proxy's Unix socket, and it listens on none")
 

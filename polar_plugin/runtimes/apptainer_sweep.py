@@ -23,8 +23,8 @@ def name(token: str) -> str:
 
 def ownerless(found: str) -> bool:
     """Whether `found` is the name of an instance whose owner is known to be dead."""
-    prefix, *mark, _ = found.split(".")
-    return prefix == PREFIX and len(mark) == 4 and owner.life(":".join(mark)) is owner.Life.DEAD
+    prefix, *mark = found.split(".")
+    return prefix == PREFIX and len(mark) == 5 and owner.life(":".join(mark[:4])) is owner.Life.DEAD
 
 
 async def sweep_once(root: Path) -> None:

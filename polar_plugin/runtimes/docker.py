@@ -57,7 +57,7 @@ class DockerRuntime:
         self, spec: RuntimeSpec, *, proxy: ProxyEndpoint | None, labels: Mapping[str, str], **given: Any
     ) -> None:
         """`given` go before `spec.kwargs`. Raises ConfigError."""
-        self._options = options({**spec.kwargs, **given})
+        self._options = options({"harness_root": spec.harness_root, **spec.kwargs, **given})
         check(spec, proxy)
         self._spec, self._proxy = spec, proxy
         self._labels = {LABEL: mine(), **{f"polar.{name}": value for name, value in labels.items()}}

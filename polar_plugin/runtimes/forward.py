@@ -51,7 +51,6 @@ def main() -> NoReturn:
         threading.Thread(target=end_with, args=(start["life"],), daemon=True).start()
     if listener is not None:
         threading.Thread(target=accept, args=(listener, start["socket"]), daemon=True).start()
-    os.write(started, b"1")
     code = wait(child)
     if start["own_tree"]:
         kill_descendants()
@@ -67,6 +66,7 @@ def spawn(start: dict[str, Any]) -> int:
         return pid
     code = 126
     try:
+        os.write(start["started"], b"1")  # by the child: it may kill us as the first thing it does
         os.setsid()
         for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)

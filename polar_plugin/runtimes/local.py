@@ -34,6 +34,7 @@ from ..records import RuntimeSpec
 from . import bubblewrap, forward
 from .base import ExecResult, ProxyEndpoint, Watch
 from .bubblewrap import CONTROL, ETC_STUBS, HOME, Mounts, Program
+from .harness_roots import check_harness_root
 from .supervised import Start, python, run_isolated, run_plain
 from .trees import copy_tree, remove_tree
 
@@ -271,6 +272,8 @@ class LocalRuntime:
             shown[sys.base_prefix] = Path(sys.base_prefix)
         if self._relayed and self._proxy is not None and self._proxy.unix_socket is not None:
             shown[_SOCKET] = self._proxy.unix_socket
+        if self._spec.harness_root is not None:
+            shown[self._spec.harness_root] = Path(self._spec.harness_root)
         shown |= dict(_bind(bind) for bind in self._options.ro_binds)
         return Mounts({**own, **(writable or {})}, {**shown, **(read_only or {})})
 
@@ -303,6 +306,7 @@ def _check(spec: RuntimeSpec, proxy: ProxyEndpoint | None, *, shares_network: bo
         raise ConfigError(f"runtime.workdir must be absolute, not {spec.workdir!r}")
     if spec.image is not None and not Path(spec.image).is_dir():
         raise ConfigError(f"runtime.image of the local runtime is a directory to copy, and {spec.image!r} is none")
+    check_harness_root(spec)
     if spec.network == "proxy_only" and proxy is not None and not shares_network and proxy.unix_socket is None:
         raise ConfigError("runtime.network: proxy_only needs the proxy's Unix socket, and it listens on none")
 

@@ -50,6 +50,8 @@ class Command:
     pass_fds: Sequence[int]
     kill: Callable[[Process], None]
     """Kills it and all it has started; called again it does no harm."""
+    started: Callable[[int], object] = id
+    """Is told its pid."""
 
 
 async def run(
@@ -64,6 +66,7 @@ async def run(
     began = time.monotonic()
     out, err = Tail(limit), Tail(limit)
     process = await _spawn(command)
+    command.started(process.pid)
     timed_out = ended = False
     try:
         async with anyio.create_task_group() as group:

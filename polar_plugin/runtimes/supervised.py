@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
@@ -90,10 +90,12 @@ async def run_contained(
     timeout: float | None,
     limit: int,
     watch: Watch | None = None,
+    told_pid: Callable[[int], object] = id,
 ) -> ExecResult:
     """Run in a container that `enter`, a program started with `env`, leads into; descriptors pass through it.
 
     `supervisor` is the command line, inside, of `forward`. It hears of the end by a pipe that nobody inside can cut.
+    `told_pid` is told which process of this machine all others of the command descend from.
     Raises SandboxError, with what `enter` said, where the command was never started.
     """
     with contextlib.ExitStack() as stack:
@@ -105,7 +107,7 @@ async def run_contained(
                 process.kill()
 
         argv = [*enter, *supervisor, str(begin)]
-        command = Command(argv, env, (started.inlet, begin, life.outlet), kill)
+        command = Command(argv, env, (started.inlet, begin, life.outlet), kill, told_pid)
         return _proven(await run(command, stdin=stdin, timeout=timeout, limit=limit, watch=watch), started)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -19,6 +19,31 @@ from .stage import failure_of
 _log = logging.getLogger("polar_plugin.stages")
 _FUTILE = frozenset({ConfigError.__name__, MergeError.__name__})
 """Kinds of failure that would only fail again: a wrong setting, a fault of ours."""
+ON_REQUEST = Failure("batch", "aborted", "aborted on request")
+STRAGGLER = Failure("batch", "straggler", "its group had enough usable attempts (groups.min_usable)")
+STOPPING = Failure("batch", "stopping", "it had not started when the service was told to stop")
+
+
+class Grouping(Protocol):
+    """What attempts owe to others of their group; `groups.Groups` is one."""
+
+    def refill(self, trajectory: Trajectory, made: int) -> float | None:
+        """Seconds until a sample that was lost, and refilled `made` times, is run once more; None: it is not."""
+        ...
+
+    def ended(self, trajectory: Trajectory) -> Iterable[str]:
+        """Takes how an attempt ended; the session ids of stragglers, which are ended now."""
+        ...
+
+
+class Ungrouped:
+    """Each attempt by itself."""
+
+    def refill(self, trajectory: Trajectory, made: int) -> None:
+        return None
+
+    def ended(self, trajectory: Trajectory) -> tuple[str, ...]:
+        return ()
 
 
 class Run(Protocol):
@@ -43,6 +68,7 @@ class _Entry:
     attempt: Attempt
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     run: Run | None = None
+    ends_by: Failure = ON_REQUEST
     lost: Counter[str] = field(default_factory=Counter[str])
 
     def cut_short(self, status: Status, failure: Failure) -> Trajectory:
@@ -50,18 +76,30 @@ class _Entry:
             return Trajectory(self.attempt, status, failure=failure)
         return self.run.cut_short(status, failure)
 
+    @property
+    def state(self) -> str:
+        return self.run.state if self.run else "queued"
+
+    def abort(self, why: Failure) -> None:
+        self.ends_by = why
+        self.scope.cancel()
+
 
 class Batch:
     """Mutable: counters, and what is under way. Lives on one event loop."""
 
-    def __init__(self, start: Callable[[Attempt], Run], *, admitted: int, retries: int = 0) -> None:
+    def __init__(
+        self, start: Callable[[Attempt], Run], *, admitted: int, retries: int = 0, groups: Grouping | None = None
+    ) -> None:
         """`start` makes an execution of an attempt, as `attempt.Script`, and a new one for each retry.
 
         `admitted` bounds how many attempts are under way or not yet consumed; `retries` is how often an attempt is run
-        again after an infrastructure error.
+        again at once after an infrastructure error, `groups` says whether and when it is after those.
         """
         self._start = start
         self._retries = retries
+        self._groups = groups or Ungrouped()
+        self._stopping = False
         self._admission = anyio.CapacityLimiter(admitted)
         self._entries: dict[str, _Entry] = {}
         self.counts: Counter[str] = Counter()
@@ -70,19 +108,32 @@ class Batch:
     @property
     def states(self) -> dict[str, str]:
         """Where each attempt is that is not over yet, by session id."""
-        return {name: entry.run.state if entry.run else "queued" for name, entry in self._entries.items()}
+        return {name: entry.state for name, entry in self._entries.items()}
 
-    def abort(self, session_id: str) -> None:
+    def abort(self, session_id: str, why: Failure = ON_REQUEST) -> None:
         """End one attempt: its Trajectory has status ABORTED and what was recorded. No effect where it is over.
 
         One that is not admitted yet will end so without having started.
         """
         if entry := self._entries.get(session_id):
-            entry.scope.cancel()
+            entry.abort(why)
+
+    def abort_task(self, task_id: str) -> None:
+        """End all attempts at one task."""
+        for entry in self._entries.values():
+            if entry.attempt.task.task_id == task_id:
+                entry.abort(ON_REQUEST)
 
     def abort_all(self) -> None:
         for entry in self._entries.values():
-            entry.scope.cancel()
+            entry.abort(ON_REQUEST)
+
+    def stop(self) -> None:
+        """Start nothing more: what has a sandbox runs to its end, everything else ends ABORTED."""
+        self._stopping = True
+        for entry in self._entries.values():
+            if entry.state == "queued":
+                entry.abort(STOPPING)
 
     async def one(self, attempt: Attempt) -> Trajectory:
         """Run one attempt, once it is admitted. Raises ValueError where its session id is under way already."""
@@ -123,6 +174,8 @@ class Batch:
         if len(entries) < len(attempts) or entries.keys() & self._entries.keys():
             raise ValueError("each attempt needs a session id of its own; some are given twice or under way already")
         self._entries |= entries
+        if self._stopping:
+            self.stop()
         try:
             yield list(entries.values())
         except BaseException:
@@ -140,38 +193,49 @@ class Batch:
         finally:
             self._entries.pop(entry.attempt.session_id, None)
         if trajectory is None:
-            aborted = Failure("batch", "aborted", "aborted on request")
-            trajectory = entry.cut_short(Status.ABORTED, aborted)
+            trajectory = entry.cut_short(Status.ABORTED, entry.ends_by)
         self.counts[trajectory.status] += 1
-        return replace(trajectory, counts={**trajectory.counts, **entry.lost}) if entry.lost else trajectory
+        for straggler in self._groups.ended(trajectory):
+            self.abort(straggler, STRAGGLER)
+        lost = {name: count for name, count in entry.lost.items() if count}
+        return replace(trajectory, counts={**trajectory.counts, **lost}) if lost else trajectory
 
     async def _tried(self, entry: _Entry) -> Trajectory:
         """Infrastructure errors are run again, in a new sandbox and a new session; what the policy did never is."""
+        while True:
+            trajectory = await self._retried(entry)
+            pause = self._groups.refill(trajectory, entry.lost["refills"]) if self._again(trajectory) else None
+            if pause is None:
+                return trajectory
+            self._forget(entry, trajectory, "refills")
+            await anyio.sleep(pause)
+
+    async def _retried(self, entry: _Entry) -> Trajectory:
         for _ in range(self._retries):
             trajectory = await self._executed(entry)
-            if not _retriable(trajectory):
+            if not self._again(trajectory):
                 return trajectory
-            entry.lost.update(_lost(trajectory))
-            _log.warning("attempt %s: %s; running it again", entry.attempt.session_id, trajectory.failure)
+            self._forget(entry, trajectory, "retries")
         return await self._executed(entry)
+
+    def _again(self, trajectory: Trajectory) -> bool:
+        kind = trajectory.failure.kind if trajectory.failure else ""
+        return trajectory.status is Status.INFRA_ERROR and kind not in _FUTILE and not self._stopping
+
+    @staticmethod
+    def _forget(entry: _Entry, trajectory: Trajectory, why: str) -> None:
+        """What a try that is run again leaves behind: its count, and that of the tokens that were sampled in vain."""
+        completions = trajectory.session.completions if trajectory.session else ()
+        entry.lost[why] += 1
+        entry.lost["retried_tokens"] += sum(len(each.generation.output_ids) for each in completions)
+        entry.run = None
+        _log.warning("attempt %s: %s; running it again (%s)", entry.attempt.session_id, trajectory.failure, why)
 
     async def _executed(self, entry: _Entry) -> Trajectory:
         try:
-            entry.run = None
             entry.run = self._start(entry.attempt)
             return await entry.run.run()
         except Exception as error:  # an attempt that cannot even be started is data too: it must not end the others
             _log.exception("attempt %s could not be started", entry.attempt.session_id)
             boundary = error.boundary if isinstance(error, PolarError) else "batch"
             return entry.cut_short(Status.INFRA_ERROR, failure_of(boundary, error))
-
-
-def _retriable(trajectory: Trajectory) -> bool:
-    kind = trajectory.failure.kind if trajectory.failure else ""
-    return trajectory.status is Status.INFRA_ERROR and kind not in _FUTILE
-
-
-def _lost(trajectory: Trajectory) -> dict[str, int]:
-    """What a try that is run again leaves behind: `retries`, and the tokens that were sampled in vain."""
-    completions = trajectory.session.completions if trajectory.session else ()
-    return {"retries": 1, "retried_tokens": sum(len(each.generation.output_ids) for each in completions)}

@@ -2,7 +2,7 @@
 
 To add one:
 
-1. its pinned version in `install.PACKAGES`, its preset in `polar_plugin/harnesses` and `plugins.HARNESSES`;
+1. its package in `polar_plugin/harnesses/packages.py`, its preset in `polar_plugin/harnesses` and `plugins.HARNESSES`;
 2. a `CLI` in `CLIS`: its tools in `Words`, its settings, and `expects` with the scenarios it is put through. Start with
    `{"basic": Expect(2)}` and run `pytest -m cli tests/cli -k NAME`; a difference is shown as expected against seen,
    with the fields of requests that were ignored. Then add scenario after scenario. What a CLI does not have
@@ -65,7 +65,7 @@ class CLI:
 
     name: str
     package: str
-    """In `install.PACKAGES`."""
+    """In `harnesses.packages.PACKAGES`."""
     harness: str
     api: str
     words: Words
@@ -84,7 +84,7 @@ class CLI:
 
     @property
     def version(self) -> str:
-        return install.PACKAGES[self.package].version
+        return install.version_of(self.package)
 
 
 _PI = Words(

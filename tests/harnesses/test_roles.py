@@ -10,7 +10,7 @@ import pytest
 from polar_plugin.harnesses.roles import MARKS, Mark, Where, told
 from polar_plugin.merge.builders import PrefixMerging
 from polar_plugin.merge.check import check
-from polar_plugin.records import ChatRequest, Message, Role, SamplingParams, Tool
+from polar_plugin.records import BreakReason, ChatRequest, Message, Role, SamplingParams, Tool
 
 from .programs import Program, Wire, said, user
 
@@ -96,10 +96,21 @@ def test_case_112_a_title_call_is_a_side_call_is_not_trained_and_splits_no_chain
     assert [trace.completion_ids for trace in traces] == [(first.id, second.id)]
 
 
-def test_a_sub_agent_that_sums_up_what_it_took_over_from_the_main_thread_stays_one(start: Start) -> None:
-    program, headers = start("chat"), {"x-session-id": "s2", "x-parent-session-id": "s1"}
+@pytest.mark.parametrize(("api", "headers"), HEADERS.values(), ids=HEADERS.keys())
+def test_a_sub_agents_compaction_is_one_and_what_goes_on_from_its_summary_is_the_sub_agents(
+    start: Start, api: str, headers: Wire
+) -> None:
+    program = start(api)
     ok: Wire = {"role": "assistant", "content": "ok"}
     main = program.ask([user("hi")])
     summary = program.ask([user("hi"), ok, user("CRITICAL: Respond with TEXT ONLY: sum it up.")], headers=headers)
     after = program.ask([user("What was done so far: all.")], headers=headers)
     assert (main.role, summary.role, after.role) == (Role.MAIN, Role.COMPACTION, Role.SUB_AGENT)
+    assert (summary.parent, after.break_reason) == (main.id, BreakReason.COMPACTION)
+
+
+@pytest.mark.parametrize(("api", "headers"), HEADERS.values(), ids=HEADERS.keys())
+def test_a_sub_agents_side_call_is_not_trained_with_what_it_works_on(start: Start, api: str, headers: Wire) -> None:
+    program = start(api)
+    program.ask([user("hi")])
+    assert program.ask([user("[SUGGESTION MODE: what next?")], headers=headers).role is Role.SIDE

@@ -295,6 +295,7 @@ def test_the_json_form_has_a_version_and_says_all_that_the_text_does() -> None:
     assert told["calls"][1]["start"]["difference"]["new"] == [5]
     assert set(told) == {
         "version", "session_id", "task_id", "calls", "traces", "delivered_fraction", "trained_fraction", "counts",
+        "torn",
     }  # fmt: skip
 
 

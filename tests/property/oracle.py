@@ -169,7 +169,7 @@ class Oracle:
                 continue
             if not asked.new(stop):
                 return Place(found, frozenset({*reasons, BreakReason.BOUNDARY_UNKNOWN}))
-            candidates, certain = told_apart(here, truth)
+            candidates, certain = told_apart(here, truth, asked.thread)
             found += [(one, stop) for one in candidates]
             reasons |= set() if certain else {BreakReason.BOUNDARY_UNKNOWN}
             if sure:
@@ -213,7 +213,8 @@ class Oracle:
         told = keys(asked.body, reminders=True)
         moved = [one for one in self.records if begins(told, one.lasting + one.reply)]
         found = {head_changed(one.asked.head, asked.head) for one in moved if one.asked.head != asked.head}
-        if any(one.said and one.asked.head != asked.head for one in moved) and all(one.said for one in moved):
+        plain = all(one.said and not runs_on(told, len(one.lasting + one.reply)) for one in moved)
+        if plain and any(one.asked.head != asked.head for one in moved):
             return found
         names = {"", *(one.asked.thread for one in self.records if one.asked.role is not Role.SIDE)}
         if all(one.asked.head != asked.head for one in self.records) or asked.thread not in names:
@@ -226,7 +227,8 @@ class Oracle:
         same = [one for one in self.records if one.asked.head == asked.head]
         known = [known for one in same for known in (one.keys, one.lasting + one.reply)]
         count = max((common(told, one) for one in known), default=0)
-        if any(one[0] == other[0] == "assistant" for one, other in pairwise(told[max(0, count - 1) : count + 2])):
+        rows = {one[0] for one, other in pairwise(told[max(0, count - 1) : count + 2]) if one[0] == other[0]}
+        if rows & {"assistant", "tool"}:  # nothing tells where one ends
             return set(LEFT)
         turn = count < len(told) and told[count][0] == "assistant"
         other = BreakReason.ASSISTANT_REWRITTEN if turn else BreakReason.HISTORY_REWRITTEN
@@ -298,13 +300,21 @@ def one_sequence(records: Sequence[Record]) -> bool:
     return all(one.tokens == records[0].tokens for one in records)
 
 
-def told_apart(records: list[Record], truth: Truth) -> tuple[list[Record], bool]:
-    """Of several that mean the same, the true one where the words show it; else that or none, but no other."""
+def told_apart(records: list[Record], truth: Truth, thread: str) -> tuple[list[Record], bool]:
+    """Of several that mean the same, the true one where its words, its thread or its arrival show it; else that or
+    none, but no other."""
     true = next((one for one in records if one.completion.id == truth.name), None)
-    certain = one_sequence(records) or bool(true and truth.shown)
+    named = [one for one in records if one.asked.thread == thread] or records
+    arrived = [one for one in named if one.delivered]
+    certain = one_sequence(records) or bool(true and (truth.shown or [true] in (named, arrived)))
     if true and (certain or true.delivered):
         return [one for one in records if one.tokens == true.tokens], certain
     return records, certain
+
+
+def runs_on(told: list[Key], stop: int) -> bool:
+    """Whether nothing tells where the message that ends at `stop` ends: one of the same sort follows."""
+    return 0 < stop < len(told) and told[stop][0] == told[stop - 1][0] != "user"
 
 
 def head_changed(one: tuple[str, tuple[Tool, ...]], other: tuple[str, tuple[Tool, ...]]) -> BreakReason:

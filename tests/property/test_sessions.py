@@ -7,9 +7,7 @@ hang-ups, lost answers, branches, rewrites, compactions, and the same history in
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, field, replace
-from itertools import product
 from typing import cast
 
 import pytest
@@ -22,63 +20,16 @@ from polar_plugin.errors import EngineError
 from polar_plugin.merge.builders import PerRequest, PrefixMerging
 from polar_plugin.merge.check import check
 from polar_plugin.merge.traces import counts
-from polar_plugin.records import ChatRequest, Completion, FinishReason, Message, Role, Tool, ToolCall
+from polar_plugin.records import ChatRequest, Completion, CompletionSession, Message, Role, Tool, ToolCall
 
-from .letters import MARK, following, sampled
+from .draws import AT, CUT, HABIT, SAYS, SHELL, SYSTEMS, TOOLS, Sampled
+from .letters import following
 from .oracle import Asked, Oracle, Place, Record, Truth
-from .telling import HABITS, Entry, Habits, tell, user
+from .telling import Entry, Habits, tell, user
 from .world import World
 
-SYSTEMS = ("You work in a shell.\nBe brief.", "You search.\nOnly that.")
-SHELL = (Tool("bash", "Runs a command."), Tool("look", "Looks."))
-TOOLS = (SHELL, SHELL[:1], ())
 REMINDER = "\n[System: You previously returned an empty response. Go on.]"
 TITLE = "You are a title generator.\nFive words."
-CALLS = tuple(
-    ToolCall(name, text)
-    for name, text in (
-        ("bash", '{"command": "ls  -la", "timeout": 1.0}'), ("bash", '{"timeout":2,"command":"caf\\u00e9"}'),
-        ("look", "{}"), ("look", '{"command": "ls'), ("bash", '{"deep": [1, {"x": 2.50}]}'),
-    )
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """What the model says."""
-
-    message: Message
-    spelling: tuple[bool, ...]
-    ends: bool = True
-    """Whether it samples the end token itself."""
-    cut: float = 1.0
-    """How much of it there is; below 1 it is cut by length."""
-
-    def reply(self) -> Reply:
-        ids = sampled(self.message, self.spelling)
-        if self.cut < 1:
-            return Reply(ids=tuple(ids[: int(self.cut * len(ids))]), finish_reason=FinishReason.LENGTH)
-        return Reply(ids=(*ids, *([MARK["end"]] if self.ends else [])))
-
-
-EACH = [
-    Sampled(Message("assistant", text, thought, calls), spelling, ends, cut)
-    for cut, ends, spelling, thought, text, calls in product(
-        (1.0, 0.5, 0.8, 0.0), (True, False), ((True,), (True, False), (False, True, True)), ("", "hmm", "why\n"),
-        ("ok", "", " Look é\n", "It is done, all of it."),
-        [(), *((call,) for call in CALLS), *product(CALLS, CALLS)],
-    )
-]  # fmt: skip
-TURNS = [*(turn for turn in EACH if turn.cut == 1 for _ in range(3)), *EACH]
-DICE = random.Random(0)
-WAYS = [
-    (frozenset[str](), 0),
-    *((frozenset((habit,)), 2**16 - 1) for habit in HABITS),
-    *((frozenset(DICE.sample(HABITS, DICE.randint(0, 5))), DICE.getrandbits(16)) for _ in range(4096)),
-]
-SAYS = st.integers(0, len(TURNS) - 1).map(lambda index: TURNS[index])
-HABIT = st.integers(0, len(WAYS) - 1).map(lambda index: WAYS[index])
-AT = st.integers(0, 7)
 PARTS = 4  # so that several processes can share the work: -k "says[0]"
 
 
@@ -112,9 +63,10 @@ class Sessions(RuleBasedStateMachine):
 
     # --- conversations ------------------------------------------------------------------------------------------------
 
-    @initialize(says=SAYS, habit=HABIT, joins=st.sampled_from([None, "", "\n", "\n\n", " "]))
-    def begin(self, says: Sampled, habit: tuple[Habits, int], joins: str | None) -> None:
-        self.joins = joins
+    @initialize(says=SAYS, habit=HABIT, joins=st.sampled_from([None, "", "\n", "\n\n", " "]), tells=st.booleans())
+    def begin(self, says: Sampled, habit: tuple[Habits, int], joins: str | None, tells: bool) -> None:
+        """`tells`: a header says that a call of a named conversation is a sub-agent's, whatever the call is for."""
+        self.joins, self.tells = joins, tells
         self.threads.append(Thread(SYSTEMS[0], SHELL))
         self.say(0, says, habit)
 
@@ -147,15 +99,19 @@ class Sessions(RuleBasedStateMachine):
         self.keep(thread, self.ask(thread, says, habit))
 
     @precondition(lambda self: len(self.threads) < 6)
-    @rule(at=AT, says=SAYS, habit=HABIT, named=st.booleans())
-    def say_the_same_twice(self, at: int, says: Sampled, habit: tuple[Habits, int], named: bool) -> None:
-        """Two answers of the same words in other tokens, in one conversation or two, and both are gone on from."""
+    @rule(at=AT, says=SAYS, habit=HABIT, named=st.booleans(), thinks=st.booleans())
+    def say_the_same_twice(self, at: int, says: Sampled, habit: tuple[Habits, int], named: bool, thinks: bool) -> None:
+        """Two answers of the same words, in other tokens or behind other thoughts, and both are gone on from, in one
+        conversation or two."""
         thread = self.thread(at)
         self.add(thread)
         other = thread.branch(len(thread.entries), self.name() if named else thread.name)
         self.threads.append(other)
-        self.keep(thread, self.ask(thread, says, habit))
-        self.keep(other, self.ask(other, replace(says, spelling=(not says.spelling[0], True)), habit))
+        pair = says, replace(says, spelling=(not says.spelling[0], True))
+        if thinks:
+            pair = self.thinking(says), self.thinking(says)
+        for one, turn in zip((thread, other), pair, strict=True):
+            self.keep(one, self.ask(one, turn, habit))
 
     @rule(at=AT, says=SAYS, habit=HABIT)
     def say_after_a_reminder(self, at: int, says: Sampled, habit: tuple[Habits, int]) -> None:
@@ -174,6 +130,25 @@ class Sessions(RuleBasedStateMachine):
         thread = self.thread(at)
         if thread.entries and not thread.calls:
             thread.entries.append(Entry(Message("assistant", text)))
+
+    @rule(at=AT, text=st.sampled_from(["Got it.", "So:"]), says=SAYS, habit=HABIT)
+    def go_on_from_its_own_words(self, at: int, text: str, says: Sampled, habit: tuple[Habits, int]) -> None:
+        """The program begins the model's turn, and tells both as one message later on, or as two."""
+        thread = self.thread(at)
+        self.add(thread)
+        thread.entries.append(Entry(Message("assistant", text)))
+        self.keep(thread, self.ask(thread, says, habit))
+        self.say(at, says, habit)
+
+    @rule(at=AT, says=SAYS, habit=HABIT)
+    def ask_before_all_results_are_there(self, at: int, says: Sampled, habit: tuple[Habits, int]) -> None:
+        thread = self.thread(at)
+        if len(thread.calls) > 1:
+            early = Entry(Message("tool", f"result {self.number()}", tool_call_id=thread.calls[0].id))
+            self.ask(replace(thread, entries=[*thread.entries, early]), says, habit)
+            later = [Entry(Message("tool", f"result {self.number()}", tool_call_id=one.id)) for one in thread.calls[1:]]
+            thread.entries += [early, *later]
+            self.keep(thread, self.ask(thread, says, habit))
 
     @rule(at=AT)
     def remark(self, at: int) -> None:
@@ -198,11 +173,24 @@ class Sessions(RuleBasedStateMachine):
         elif kept == "all":
             self.keep(thread, completion)
 
+    @rule(at=AT, system=st.sampled_from(SYSTEMS), says=CUT, habit=HABIT, kept=st.sampled_from(["none", "part", "more"]))
+    def begin_with_half_an_answer(
+        self, at: int, system: str, says: Sampled, habit: tuple[Habits, int], kept: str
+    ) -> None:
+        """A conversation begun anew, the first answer of which is cut by length, and not told as it was."""
+        thread = self.threads[at % len(self.threads)] = Thread(system, SHELL)
+        self.add(thread)
+        text = self.ask(thread, says, habit).reply.content.strip()
+        if kept != "none" and text:
+            told = text[: len(text) // 2 + 1] if kept == "part" else f"{text} and {self.number()}"
+            thread.entries.append(Entry(Message("assistant", told)))
+        self.say(at, says, habit)
+
     @rule(at=AT, says=SAYS, habit=HABIT)
     def hang_up(self, at: int, says: Sampled, habit: tuple[Habits, int]) -> None:
         thread = self.thread(at)
         self.add(thread)
-        call = self.world.begin(request(self.asked(thread, habit)), says.reply())
+        call = self.world.begin(self.request(self.asked(thread, habit)), says.reply())
         self.world.hang_up(call.task)
         self.world.idle()
         assert len(self.world.session.completions) == len(self.oracle.records)
@@ -212,7 +200,7 @@ class Sessions(RuleBasedStateMachine):
         thread = self.thread(at)
         self.add(thread)
         with pytest.raises(EngineError):
-            self.world.answer(request(self.asked(thread, habit)), Reply(raises=EngineError("no")))
+            self.world.answer(self.request(self.asked(thread, habit)), Reply(raises=EngineError("no")))
 
     @rule(at=AT, says=SAYS, habit=HABIT, leaves=st.booleans(), header=st.booleans())
     def retry_under_way(self, at: int, says: Sampled, habit: tuple[Habits, int], leaves: bool, header: bool) -> None:
@@ -220,8 +208,8 @@ class Sessions(RuleBasedStateMachine):
         thread = self.thread(at)
         self.add(thread)
         asked = self.asked(thread, habit)
-        call = self.world.begin(request(asked), says.reply())
-        second = self.world.join(replace(request(asked), retry=header))
+        call = self.world.begin(self.request(asked), says.reply())
+        second = self.world.join(replace(self.request(asked), retry=header))
         if leaves:
             self.world.hang_up(call.task)
             call.release.set()
@@ -248,7 +236,7 @@ class Sessions(RuleBasedStateMachine):
         if told[0].messages == told[1].messages:
             return
         places = [self.oracle.place(asked, self.truth(asked)) for asked in told]
-        calls = [self.world.begin(request(a), s.reply()) for a, s in zip(told, says, strict=True)]
+        calls = [self.world.begin(self.request(a), s.reply()) for a, s in zip(told, says, strict=True)]
         for index in (1, 0) if turned else (0, 1):
             completion = self.world.end(calls[index])
             self.world.mark(completion, True)
@@ -306,6 +294,9 @@ class Sessions(RuleBasedStateMachine):
     def thread(self, at: int) -> Thread:
         return self.threads[at % len(self.threads)]
 
+    def thinking(self, says: Sampled) -> Sampled:
+        return replace(says, message=replace(says.message, reasoning=f"thought {self.number()}"))
+
     def number(self) -> int:
         self.numbers += 1
         return self.numbers
@@ -336,9 +327,13 @@ class Sessions(RuleBasedStateMachine):
         role: Role | None = None,
     ) -> Completion:  # fmt: skip
         asked = self.asked(thread, habit, role)
-        completion = self.world.answer(request(asked), says.reply(), delivered=delivered)
+        completion = self.world.answer(self.request(asked), says.reply(), delivered=delivered)
         self.seen(asked, completion, delivered=delivered)
         return completion
+
+    def request(self, asked: Asked) -> ChatRequest:
+        role = Role.SUB_AGENT if asked.thread and self.tells else Role.MAIN
+        return ChatRequest(asked.messages, asked.tools, role=role, thread=asked.thread)
 
     def truth(self, asked: Asked) -> Truth:
         """The last sampled turn of the request; its words show it by ids, or by reasoning that is no other's."""
@@ -374,9 +369,13 @@ class Sessions(RuleBasedStateMachine):
         self.wrong = False
 
     def teardown(self) -> None:
-        if self.wrong:
-            return
-        ledger = self.world.close()
+        try:
+            if not self.wrong:
+                self.check_ledger(self.world.seal())
+        finally:
+            self.world.close()
+
+    def check_ledger(self, ledger: CompletionSession) -> None:
         assert [one.id for one in ledger.completions] == [one.completion.id for one in self.oracle.records]
         traces = PrefixMerging().build(ledger)
         check(traces, ledger)
@@ -387,16 +386,12 @@ class Sessions(RuleBasedStateMachine):
         self.oracle.check_traces(ledger, each)
 
 
-def request(asked: Asked) -> ChatRequest:
-    return ChatRequest(asked.messages, asked.tools, thread=asked.thread)
-
-
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_any_session_is_what_the_oracle_says(pytestconfig: pytest.Config, part: int) -> None:
     sessions = cast("int", pytestconfig.getoption("sessions"))
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        seed(f"part {part} of {sessions}")(Sessions),  # the same sessions in each run
+        seed(f"part {part} of {sessions}")(Sessions),  # the same sessions in each run of the same test modules
         settings=settings(
             max_examples=sessions // PARTS,
             stateful_step_count=16,

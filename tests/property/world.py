@@ -107,8 +107,9 @@ class World:
             await asyncio.sleep(0)
         raise AssertionError("it never came about")
 
-    def close(self) -> CompletionSession:
+    def seal(self) -> CompletionSession:
         self.idle()
-        ledger = self.session.seal()
+        return self.session.seal()
+
+    def close(self) -> None:
         self._loop.close()
-        return ledger

@@ -10,6 +10,7 @@ from typing import Any
 
 from tests.recorded.replay import load, recordings
 
+from . import fuzz_deep
 from .responses_wire import TOOLS
 
 JSON = dict[str, Any]
@@ -79,17 +80,23 @@ def _written(dialect: str) -> Iterator[Seed]:
     if dialect == "google_generate":
         for method in ("generateContent", "streamGenerateContent?alt=sse", "streamGenerateContent"):
             yield Seed(f"written/{method}", f"/v1beta/models/policy:{method}", GOOGLE)
+        yield Seed("written/deep", "/v1beta/models/policy:generateContent", fuzz_deep.GOOGLE)
         yield Seed("written/snake", "/v1/models/policy:generateContent", _snake(GOOGLE))
         yield Seed("written/count", "/v1beta/models/policy:countTokens", {"generateContentRequest": GOOGLE})
         return
-    body, paths = {
-        "anthropic_messages": (ANTHROPIC, ("/v1/messages", "/v1/messages/count_tokens")),
-        "openai_chat": (CHAT, ("/v1/chat/completions",)),
-        "openai_responses": (RESPONSES, ("/v1/responses", "/v1/responses/compact", "/v1/responses/input_tokens")),
+    body, deep, paths = {
+        "anthropic_messages": (ANTHROPIC, fuzz_deep.ANTHROPIC, ("/v1/messages", "/v1/messages/count_tokens")),
+        "openai_chat": (CHAT, fuzz_deep.CHAT, ("/v1/chat/completions",)),
+        "openai_responses": (
+            RESPONSES,
+            fuzz_deep.RESPONSES,
+            ("/v1/responses", "/v1/responses/compact", "/v1/responses/input_tokens"),
+        ),
     }[dialect]
     for path in paths:
         yield Seed(f"written{path}", path, body | {"stream": False})
     yield Seed("written/streamed", paths[0], body | {"stream": True})
+    yield Seed("written/deep", paths[0], deep | {"stream": True})
 
 
 def _snake(value: Any) -> Any:

@@ -12,7 +12,7 @@ import aiohttp
 import anyio
 
 from polar_plugin.proxy.server import Proxy, ProxyConfig
-from polar_plugin.proxy.session import Session
+from polar_plugin.proxy.session import Ready, Session
 from polar_plugin.records import (
     ChatRequest,
     Completion,
@@ -62,7 +62,8 @@ class Scripted:
     started: anyio.Event = field(default_factory=anyio.Event)
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
-    async def __call__(self, request: ChatRequest) -> Completion:
+    async def __call__(self, request: ChatRequest, ready: Ready) -> Completion:
+        await ready()
         number = next(self._numbers)
         self.requests.append(request)
         self.started.set()
@@ -85,8 +86,8 @@ class Stopped(Scripted):
 
     stop: str = "END"
 
-    async def __call__(self, request: ChatRequest) -> Completion:
-        completion = await super().__call__(request)
+    async def __call__(self, request: ChatRequest, ready: Ready) -> Completion:
+        completion = await super().__call__(request, ready)
         return replace(completion, generation=replace(completion.generation, stop=self.stop))
 
 

@@ -6,6 +6,7 @@ import gzip
 import importlib
 import json
 import socket
+import threading
 import zlib
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ import pytest
 import zstandard
 
 from polar_plugin.errors import ContextOverflow, EngineBusy, EngineError
+from polar_plugin.proxy.resent import Resent
 from polar_plugin.proxy.server import Proxy, ProxyConfig
 from polar_plugin.proxy.session import Session
 from polar_plugin.records import ChatRequest, Delivery
@@ -280,6 +282,39 @@ async def test_cases_30_and_43_a_paused_proxy_holds_a_call_in_its_clients_form_a
             await receive_until(client, ENDS[api.name])
         await opened.__aexit__(None, None, None)
     assert len(engine.requests) == 1
+
+
+class Watched(Resent):
+    """Notes in which thread bodies are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: list[int] = []
+
+    def parse(self, raw: bytes) -> dict[str, Any]:
+        self.threads.append(threading.get_ident())
+        return super().parse(raw)
+
+
+@every_api
+async def test_a_large_body_is_read_beside_the_event_loop_until_it_is_known(api: WireAPI) -> None:
+    async with serving(Scripted()) as (_, session, http):
+        session.resent = watched = Watched()
+        history = [api.speaker.user("x" * 1_000_000)]
+        for _ in range(2):
+            code, raw = await post(http, api, api.body(*history))
+            assert code == 200
+            history += [*api.speaker.read(json.loads(raw)).echo, api.speaker.user("go on")]
+        here = threading.get_ident()
+        assert [one == here for one in watched.threads] == [False, True]
+        assert session.completions[1].request.messages[1].content == "x" * 1_000_000
+
+
+@every_api
+async def test_a_header_may_be_as_long_as_programs_make_them(api: WireAPI) -> None:
+    async with serving(Scripted()) as (_, session, http):
+        code, _ = await post(http, api, api.asks(), **{"x-codex-turn-metadata": json.dumps({"a": "b" * 40_000})})
+        assert (code, len(session.completions)) == (200, 1)
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------

@@ -123,6 +123,48 @@ async def test_case_117_a_long_answer_is_clamped_to_the_context_and_a_prompt_bey
         assert len(session.completions) == len(engine.calls) == 2
 
 
+BEGUN: dict[str, dict[str, Any]] = {
+    "openai_chat": {"role": "assistant", "content": "I begin"},
+    "openai_responses": {
+        "type": "message",
+        "role": "assistant",
+        "content": [{"type": "output_text", "text": "I begin"}],
+    },
+    "google_generate": {"role": "model", "parts": [{"text": "I begin"}]},
+}
+
+
+@pytest.mark.parametrize("api", [api for api in WIRES if api.name in BEGUN], ids=lambda api: api.name)
+async def test_a_conversation_that_ends_with_a_reply_is_answered_by_a_turn_of_its_own(api: WireAPI, tiny: Any) -> None:
+    """As these vendors do; only Anthropic's API lets a client begin the reply, and refuses it with newer models."""
+    engine = ScriptedEngine(["Go on."], tiny.tokenizer.encode, context_length=CONTEXT)
+    async with talking(tiny, engine) as (_, session, http):
+        code, raw = await post(http, api, api.body(api.speaker.user("hi"), BEGUN[api.name]))
+        assert code == 200, raw
+        assert api.speaker.read(json.loads(raw)).text == "Go on."
+        asked = session.completions[0].request.messages
+        expected = tiny.render(asked, session.completions[0].request.tools)
+        assert (asked[-1].role, asked[-1].content) == ("assistant", "I begin")
+        assert engine.calls[0].prompt_ids.tolist() == expected.tolist()
+        assert not tiny.decode(expected).endswith("I begin")
+
+
+@every_api
+@streamed_and_whole
+async def test_a_prompt_beyond_the_context_is_refused_by_its_status_while_turns_are_held(
+    api: WireAPI, stream: bool, tiny: Any
+) -> None:
+    """Behind headers that say 200, clients ask again for what they would compact."""
+    engine = ScriptedEngine([], tiny.tokenizer.encode, context_length=CONTEXT)
+    async with talking(tiny, engine) as (proxy, session, http):
+        with anyio.fail_after(20):
+            async with proxy.paused():
+                code, raw = await post(http, api, api.asks("x" * CONTEXT, stream=stream), api.path(stream))
+        assert code == 400
+        assert f"{CONTEXT}" in api.error(raw)["message"]
+        assert (session.in_flight, session.completions) == (0, ())
+
+
 @every_api
 @streamed_and_whole
 async def test_case_114_a_turn_cut_anywhere_in_a_call_has_no_call_and_no_empty_text(

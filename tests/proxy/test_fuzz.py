@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,6 +22,7 @@ from polar_plugin.records import ChatRequest, Completion, JSONObject
 
 from .fuzz import SECRET, run
 from .fuzz_seeds import DIALECTS, seeds
+from .test_memory import READ
 
 pytestmark = pytest.mark.anyio
 CASES = 1500
@@ -48,6 +50,15 @@ def test_control_the_seeds_are_many_and_of_recordings_too(dialect: str) -> None:
     recorded = [seed for seed in seeds(dialect) if not seed.name.startswith("written")]
     assert len(recorded) > 2
     assert len(seeds(dialect)) > 5
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_control_each_seed_is_good_as_it_stands(dialect: str) -> None:
+    reads = READ[dialect][0]
+    for seed in seeds(dialect):
+        path, _, query = seed.path.partition("?")
+        asked = dict(pair.split("=") for pair in query.split("&") if pair)
+        assert reads.decode(Incoming(path, {}, asked, json.loads(json.dumps(seed.body)))).messages, seed.name
 
 
 class Crashing(OpenAIChat):

@@ -24,7 +24,8 @@ from polar_plugin.errors import (
 )
 from polar_plugin.proxy.codec import Incoming
 from polar_plugin.proxy.google_generate import GoogleGenerate
-from polar_plugin.proxy.google_request import UNPARSED, signature, signed_reasoning
+from polar_plugin.proxy.google_request import UNPARSED
+from polar_plugin.proxy.google_signature import signature, signed_reasoning
 from polar_plugin.proxy.server import ProxyConfig
 from polar_plugin.records import ChatRequest, FinishReason, Message, ToolCall
 

@@ -11,8 +11,9 @@ import pytest
 from polar_plugin.errors import BadRequest
 from polar_plugin.proxy.codec import Incoming
 from polar_plugin.proxy.google_generate import GoogleGenerate
-from polar_plugin.proxy.google_request import UNPARSED, signature
+from polar_plugin.proxy.google_request import UNPARSED
 from polar_plugin.proxy.google_schema import json_schema
+from polar_plugin.proxy.google_signature import signature
 from polar_plugin.records import ChatRequest, Image, Message, SamplingParams, Tool, ToolCall
 
 DIALECT = GoogleGenerate()

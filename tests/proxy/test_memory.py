@@ -151,6 +151,7 @@ TAILS = (
     '],"messages":[]}',
 )
 TAILS += ('],"m\\u0065ssages":7}', ',{"é":"é"}]}', ",NaN]}", ',"\\ud800"]}', "," + "[" * 127 + "]" * 127 + "]}")
+TAILS += (',1],"b":[2]}', '],"b":[2]}', ',1],"messages":[2]}', '],"x":{"input":[]}')
 TAILS += ("," + "[" * 126 + "]" * 126 + "]}", ",1.0]}", ',"]}', ",1e999]}", "," + "9" * 5000 + "]}")
 
 
@@ -173,6 +174,36 @@ def test_of_a_body_that_goes_on_only_what_is_new_is_parsed() -> None:
     talk = [{"role": "user", "content": f"part {i}"} for i in range(9)]
     first = resent.parse(json.dumps({"messages": talk, "model": "m"}).encode())
     talk[-1:] = [{"role": "user", "content": "told otherwise"}, {"role": "user", "content": "new"}]
-    again = resent.parse(json.dumps({"messages": talk, "model": "n"}).encode())
-    assert again == {"messages": talk, "model": "n"}
-    assert all(one is other for one, other in zip(first["messages"][:-1], again["messages"][:8], strict=True))
+    told = resent.parse(json.dumps({"messages": talk, "model": "n"}).encode())
+    assert told == {"messages": talk, "model": "n"}
+    assert all(one is other for one, other in zip(first["messages"][:-1], told["messages"][:8], strict=True))
+
+
+@pytest.mark.parametrize("first", ["tools", "messages"])
+def test_tools_that_are_told_again_are_the_same_object(first: str) -> None:
+    resent, talk, tools = Resent(), [{"role": "user", "content": "go"}], [{"name": "f", "n": [1, {}]}]
+
+    def told() -> Body:
+        whole: Body = {"messages": talk, "tools": tools}
+        return resent.parse(json.dumps({first: whole[first]} | whole).encode())
+
+    before = told()
+    talk.append({"role": "user", "content": "on"})
+    again = told()
+    assert again == {"messages": talk, "tools": tools}
+    assert again["tools"] is before["tools"]
+    tools.append({"name": "g"})
+    assert told() == {"messages": talk, "tools": tools}
+    assert before == {"messages": talk[:1], "tools": tools[:1]}
+
+
+@pytest.mark.parametrize("api", READ)
+def test_the_tools_of_a_request_are_read_once(api: str) -> None:
+    (dialect, _), memory, speaker = READ[api], Memory(), SPEAKERS[api]
+    body = json.loads(json.dumps(speaker.body([speaker.system("s"), speaker.user("go")], 9)))
+    first, again = (dialect.decode(Incoming(speaker.path, {}, {}, body, memory=memory)) for _ in range(2))
+    assert first == again
+    assert first.tools
+    assert all(one is other for one, other in zip(first.tools, again.tools, strict=True))
+    body = body | {"tools": []}
+    assert not dialect.decode(Incoming(speaker.path, {}, {}, body, memory=memory)).tools

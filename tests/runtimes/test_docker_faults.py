@@ -38,7 +38,7 @@ class Between:
 
     url: str
     hold: bytes | None = None
-    """Requests whose first line has this wait until `go`, and then reach the engine though their sender may have gone."""
+    """Requests whose first line has this wait until `go`, and then reach the engine though nobody may wait for them."""
     go: asyncio.Event = field(default_factory=asyncio.Event)
     held: asyncio.Event = field(default_factory=asyncio.Event)
     ends: list[asyncio.StreamWriter] = field(default_factory=list[asyncio.StreamWriter])

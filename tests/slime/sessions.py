@@ -27,7 +27,11 @@ from polar_plugin.records import (
     token_ids,
 )
 
-POLAR = {"engine": {"kind": "scripted"}, "task": {"agent": {"harness": "shell", "command": "true"}}}
+POLAR = {
+    "engine": {"kind": "scripted"},
+    "task": {"agent": {"harness": "shell", "command": "true"}},
+    "groups": {"incomplete_group": {"train_if": 1}},
+}
 
 
 COUNTS = {"completions": 2, "sampled_tokens": 8, "delivered_tokens": 8, "trained_tokens": 4, "untrained_side": 4}

@@ -113,8 +113,11 @@ def test_right_arguments_pass() -> None:
             {"use_rollout_routing_replay": True, "polar": POLAR},
             "leave out --use-rollout-routing-replay: the engine",
         ),
-        ({"over_sampling_batch_size": 8}, "leave out --over-sampling-batch-size"),
-        ({"dynamic_sampling_filter_path": "a.b"}, "leave out --dynamic-sampling-filter-path"),
+        ({"over_sampling_batch_size": 2}, "--over-sampling-batch-size must not be less"),
+        (
+            {"dynamic_sampling_filter_path": "slime.rollout.filter_hub.dynamic_sampling_filters.check_x"},
+            "set --dynamic-sampling-filter-path polar_plugin.slime_rollout.check_x",
+        ),
         ({"partial_rollout": True}, "leave out --partial-rollout"),
         ({"custom_rm_path": "a.b"}, "leave out --custom-rm-path"),
         ({"rm_type": "math"}, "leave out --rm-type"),

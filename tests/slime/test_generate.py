@@ -267,7 +267,7 @@ def test_a_prompt_of_one_message_is_its_text() -> None:
 
 
 def test_a_data_source_that_gives_too_little_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"groups of \[3\] samples, not --rollout-batch-size 1 of .* 2"):
+    with pytest.raises(ConfigError, match=r"groups of \[3\] samples, not 1 .* of .* 2"):
         rollout(good, source=Prompts(SampleLike, 3))
 
 

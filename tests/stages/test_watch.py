@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from polar_plugin.errors import BadRequest, EngineError
-from polar_plugin.proxy.session import Session, SessionTable
+from polar_plugin.proxy.session import Ready, Session, SessionTable
 from polar_plugin.records import ChatRequest, Completion, Message
 from polar_plugin.service import Ledger
 from polar_plugin.stages.parts import Budgets
@@ -33,7 +33,7 @@ def anyio_backend() -> object:
 class Model:
     """A call's text says how long it takes and whether it fails: "5", "0 refused", "2 broken"."""
 
-    async def __call__(self, request: ChatRequest) -> Completion:
+    async def __call__(self, request: ChatRequest, ready: Ready) -> Completion:
         seconds, _, outcome = request.messages[0].content.partition(" ")
         await anyio.sleep(float(seconds))
         if outcome:
