@@ -28,7 +28,7 @@ quickstart: setup
 	$(BIN)/polar-plugin quickstart --out out
 
 test: setup
-	$(BIN)/python -m pytest -m "not sglang and not cli and not slime and not apptainer"
+	$(BIN)/python -m pytest -m "not sglang and not cli and not slime and not apptainer and not docker"
 
 # 100 000 mutated requests of each model API; `make test` has 1 500 of them.
 fuzz: setup

@@ -140,6 +140,7 @@ class Proxy:
         if config.unix_socket is not None:
             with _as_config_error(f"proxy.unix_socket {str(config.unix_socket)!r} (at most 107 bytes long)"):
                 await web.UnixSite(runner, config.unix_socket).start()
+                config.unix_socket.chmod(0o666)  # containers connect as whoever their image says; keys decide
 
     def _application(self) -> web.Application:
         app = web.Application(client_max_size=self.config.max_body_bytes)

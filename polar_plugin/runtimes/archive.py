@@ -4,6 +4,8 @@ Used on both sides of a sandbox's wall, so it needs the standard library alone. 
 by an agent: `unpack` makes nothing outside its target, whatever the stream says.
 """
 
+# ruff: noqa: PTH101, PTH102, PTH108, PTH115, PTH118, PTH123, PTH208, PTH211 - runs inside too, where each import costs
+
 from __future__ import annotations
 
 import contextlib

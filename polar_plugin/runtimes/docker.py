@@ -1,8 +1,8 @@
 """Containers of a Docker engine, or of whatever speaks its API: rootless Podman's socket, say.
 
 A container has no network but a loopback on which its first process relays to the proxy's Unix socket (`proxy_only`),
-no capabilities, no way to new privileges, and bounds on memory, processors and processes. Its programs of ours come in a
-kit of their own (`kit`), so an image needs neither Python nor an init. What the agent starts dies with its command; a
+no capabilities, no way to new privileges, and bounds on memory, processors and processes. What of ours runs inside
+comes in a kit (`kit`), so an image needs neither Python nor an init. What the agent starts dies with its command; a
 container nobody remembers ends after its TTL, and the sweep removes what a dead owner left.
 
 The agent is root in its container where the image says so, but root without capabilities: files of other users are
@@ -12,7 +12,7 @@ closed to it. Disk space is the engine's to bound. Files go in and out with the 
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,13 +20,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
-import anyio.abc
-import anyio.from_thread
 import anyio.to_thread
 
 from ..errors import ConfigError, SandboxError
 from ..records import RuntimeSpec
-from . import archive, kit
+from . import archive, inside, kit
 from .base import ExecResult, ProxyEndpoint, Watch
 from .docker_container import DEFAULT_HOME, DEFAULT_WORKDIR, KIT, PROXY_PORT, Plan, check, options
 from .docker_engine import EXECS, STARTS, Engine, Missing
@@ -35,10 +33,12 @@ from .docker_sweep import living, sweep_once
 from .owner import LABEL, mine
 from .process import KILL_GRACE
 from .staging import staged
+from .streams import Reader, pieces, streamed
 
 T = TypeVar("T")
 
-_KILLED = 137
+_KILLED, _ENGINES_OWN = 137, 126
+"""Exit codes: of what was killed; and what an engine says of a command that it did not start, or has lost sight of."""
 _LATE_GRACE = 10.0
 """Seconds in which a container may still appear whose making was given up."""
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -83,7 +83,7 @@ class DockerRuntime:
             raise SandboxError("a sandbox is started once")
         self._engine = engine = Engine(self._options.url, seconds=self._options.start_seconds)
         if not engine.local:
-            _check_remote(self._spec)
+            raise ConfigError("runtime.kwargs.url: only an engine behind a Unix socket can mount what this machine has")
         await sweep_once(self._options.url)
         self._kit = await anyio.to_thread.run_sync(kit.installed)
         image = await engine.image(str(self._spec.image), pull=self._options.pull, auth=self._options.auth)
@@ -163,14 +163,12 @@ class DockerRuntime:
         own = found["home"]
         if wanted is None and not self._options.read_only and own != "/" and own in found["writable"]:
             self.home = places[1] = own
-        missing = [place for place in places if place not in found["there"] or self._volume_to_give(place, found)]
-        if missing:
-            mode = (0o755, found["uid"], found["gid"])
-            await engine.put(self._name, archive.directories(dict.fromkeys(missing, mode)))
-
-    def _volume_to_give(self, place: str, found: Mapping[str, Any]) -> bool:
-        """The engine makes volumes that the image says nothing of, and they are root's."""
-        return self._options.read_only and place not in found["writable"]
+        mode = (0o755, found["uid"], found["gid"])
+        if missing := [place for place in places if place not in found["there"]]:
+            await engine.put(self._name, archive.directories(dict.fromkeys(missing, mode)), "/")
+        if closed := sorted(set(places) - set(found["writable"])) if self._options.read_only else []:
+            # Volumes that the image says nothing of are root's, and there root has no right but an owner's.
+            await self._work({"mode": "share", "places": closed}, user="0", told="open the volumes")
 
     async def _why(self) -> str:
         """What a container that does not run says about it."""
@@ -206,17 +204,17 @@ class DockerRuntime:
             "stdin": len(stdin),
         }
         with self._execution() as execution:
-            told = Conversation(order, _pieces(stdin), self._options.output_bytes, timeout, watch)
+            told = Conversation(order, pieces(stdin), self._options.output_bytes, timeout, watch)
             return await self._result(told, await self._converse(execution, told))
 
     async def upload(self, source: Path | bytes, target: str) -> None:
         """As `Runtime.upload`, streamed, with the rights of the user that commands have."""
-        if isinstance(source, Path) and not source.exists() and not source.is_symlink():
+        if isinstance(source, Path) and not _exists(source):
             raise SandboxError(f"cannot upload {source}: it does not exist")
-        pieces = archive.content(source) if isinstance(source, bytes) else archive.pack(str(source))
+        made = archive.content(source) if isinstance(source, bytes) else archive.pack(str(source))
         order = {"mode": "unpack", "path": target, "cwd": self.workdir}
         try:
-            await self._work(order, payload=_streamed(pieces), told=f"copy to {target!r}")
+            await self._work(order, payload=streamed(made), told=f"copy to {target!r}")
         except OSError as error:
             raise SandboxError(f"cannot upload {source!r}: {error}") from error
 
@@ -229,7 +227,7 @@ class DockerRuntime:
     async def _receive(self, order: Mapping[str, Any], place: Path, *, told: str) -> None:
         """The container's side writes a tar, which a thread of ours takes apart."""
         send, receive = anyio.create_memory_object_stream[bytes](16)
-        reader = _Reader(receive)
+        reader = Reader(receive)
         work = partial(archive.unpack, reader.read, str(place), limit=self._options.download_bytes)
         problem: list[SandboxError] = []
 
@@ -276,11 +274,11 @@ class DockerRuntime:
             self._running.discard(execution)
             execution.ended.set()
 
-    async def _converse(self, execution: _Execution, told: Conversation) -> str:
+    async def _converse(self, execution: _Execution, told: Conversation, user: str = "") -> str:
         """Have a supervisor of the container's run it; the id of the engine's exec. Raises SandboxError."""
         engine = self._its(self._engine)
         with execution.scope:
-            prepared = await engine.prepare_exec(self._name, self._its(self._kit).argv(KIT, "run"), env={})
+            prepared = await engine.prepare_exec(self._name, self._its(self._kit).argv(KIT, "run"), user)
             try:
                 await told.run(prepared, engine.slot("exec", EXECS))
             finally:
@@ -297,12 +295,13 @@ class DockerRuntime:
         *,
         payload: AsyncIterator[bytes] | None = None,
         sink: Callable[[bytes], Any] | None = None,
+        user: str = "",
         told: str,
     ) -> Mapping[str, Any]:
         """What the supervisor does by itself; what it found. Raises SandboxError."""
         with self._execution() as execution:
-            conversation = Conversation(order, payload or _pieces(b""), 1 << 16, sink=sink)
-            await self._converse(execution, conversation)
+            conversation = Conversation(order, payload or pieces(b""), 1 << 16, sink=sink)
+            await self._converse(execution, conversation, user)
         report = conversation.report
         if report is None or report.error is not None:
             said = (conversation.stdout + conversation.stderr).decode(errors="replace")
@@ -339,8 +338,11 @@ class DockerRuntime:
                 return _KILLED, state["OOMKilled"]
             raise SandboxError(f"{self._broken} while a command ran, with exit code {state['ExitCode']}")
         code = await self._exit_code(engine, exec_id)
+        said = (told.stdout + told.stderr).decode(errors="replace").strip()
+        if code == inside.LOST or (code == _ENGINES_OWN and not said):
+            await self._give_up("the connection to the engine broke while a command ran")
+            raise SandboxError(f"{self._broken}; it is not run again")
         if code != _KILLED:
-            said = (told.stdout + told.stderr).decode(errors="replace").strip()
             raise SandboxError(f"the sandbox did not start its command: {said or f'exit code {code}'}")
         await self._cleared(engine)
         return code, False
@@ -354,14 +356,12 @@ class DockerRuntime:
                     return int(found["ExitCode"])
                 await anyio.sleep(0.05)
         await self._give_up("the engine's connection was lost, and the command did not end by itself")
-        raise SandboxError(
-            "the connection to the engine was lost while a command ran; it was killed and is not run again"
-        )
+        raise SandboxError(f"{self._broken}; it is not run again")
 
     async def _cleared(self, engine: Engine) -> None:
         """After a supervisor's death: have the first process kill what it had watched over."""
-        prepared = await engine.prepare_exec(self._name, self._its(self._kit).argv(KIT, "census"), env={})
-        census = Conversation({}, _pieces(b""), 1 << 16, timeout=KILL_GRACE)
+        prepared = await engine.prepare_exec(self._name, self._its(self._kit).argv(KIT, "census"))
+        census = Conversation({}, pieces(b""), 1 << 16, timeout=KILL_GRACE)
         await census.run(prepared, engine.slot("exec", EXECS))
         if await self._exit_code(engine, prepared.id):
             await self._give_up("processes outlived their command")
@@ -388,41 +388,10 @@ class DockerRuntime:
         return part
 
 
-class _Reader:
-    """A stream of pieces, read from a thread."""
-
-    def __init__(self, receive: anyio.abc.ObjectReceiveStream[bytes]) -> None:
-        self._receive = receive
-        self._held = b""
-
-    def read(self, size: int) -> bytes:
-        """Up to `size` bytes; b"" at the end."""
-        if not self._held:
-            try:
-                self._held = anyio.from_thread.run(self._receive.receive)
-            except anyio.EndOfStream:
-                return b""
-        piece, self._held = self._held[:size], self._held[size:]
-        return piece
-
-
 def _plainest(problems: Sequence[SandboxError]) -> SandboxError:
     """Where one side failed the other does too: a stream that broke off is the lesser news."""
     return next((error for error in problems if "no whole archive" not in str(error)), problems[0])
 
 
-async def _pieces(data: bytes) -> AsyncIterator[bytes]:
-    for at in range(0, len(data), archive.PIECE):
-        yield data[at : at + archive.PIECE]
-
-
-async def _streamed(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
-    """Made in a thread: files are read on the way."""
-    while (piece := await anyio.to_thread.run_sync(next, pieces, None)) is not None:
-        yield piece
-
-
-def _check_remote(spec: RuntimeSpec) -> None:
-    raise ConfigError(
-        "runtime.kwargs.url: the engine must be reached by a Unix socket, so that it can mount this machine's directories"
-    )
+def _exists(path: Path) -> bool:
+    return path.exists() or path.is_symlink()

@@ -26,7 +26,7 @@ class DockerOptions:
     """`runtime.kwargs` of this backend."""
 
     url: str | None = None
-    """The engine: unix:///PATH (a rootless Podman's socket, say), tcp://HOST:PORT; default: DOCKER_HOST, or Docker's own."""
+    """The engine, as in unix:///PATH (a rootless Podman's socket, say); default: DOCKER_HOST, or Docker's own."""
     user: str | None = None
     """As in "1000:1000" or a name of the image's; default: the image's user."""
     home: str | None = None

@@ -1,8 +1,7 @@
-"""A Docker engine's client: each call with a deadline, its faults as SandboxError, and what may be repeated repeated."""
+"""A Docker engine's client: each call has a deadline, faults are SandboxErrors, what may be repeated is."""
 
 from __future__ import annotations
 
-import json
 import random
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -13,7 +12,6 @@ import aiohttp
 import anyio
 import anyio.lowlevel
 from aiodocker import Docker, DockerError
-from aiodocker.containers import DockerContainer
 from aiodocker.execs import Exec
 
 from ..errors import SandboxError
@@ -92,10 +90,10 @@ class Engine:
         await self.call(f"create a container of {config['Image']}", ask)
 
     async def start(self, name: str) -> None:
-        await self.call("start the container", self._container(name).start)
+        await self.call("start the container", lambda: self._container(name).start())
 
     async def inspect(self, name: str) -> dict[str, Any]:
-        return await self.call("look at the container", self._container(name).show)
+        return await self.call("look at the container", lambda: self._container(name).show())
 
     async def signal(self, name: str, number: str) -> None:
         await self.call(f"send {number} to the container", lambda: self._container(name).kill(signal=number))
@@ -115,24 +113,26 @@ class Engine:
     async def logs(self, name: str) -> str:
         return "".join(await self.call("read logs", lambda: self._container(name).log(stdout=True, stderr=True)))
 
-    async def put(self, name: str, archive: bytes) -> None:
-        """Unpack a tar at the container's root, with the engine's rights and the archive's owners."""
+    async def put(self, name: str, archive: bytes, place: str) -> None:
+        """Unpack a tar at `place` in the container, with the engine's rights and the archive's owners."""
 
         async def ask() -> None:
-            await self._container(name).put_archive("/", archive)
+            await self._container(name).put_archive(place, archive)
 
         await self.call("make directories in the container", ask)
 
-    async def prepare_exec(self, name: str, argv: Sequence[str], *, env: Mapping[str, str]) -> Exec:
-        """What runs only once it is started."""
+    async def prepare_exec(self, name: str, argv: Sequence[str], user: str = "") -> Exec:
+        """What runs only once it is started, as the container's user unless told otherwise."""
 
         async def ask() -> Exec:
-            return await self._container(name).exec(list(argv), stdin=True, environment=env)
+            return await self._container(name).exec(list(argv), stdin=True, user=user)
 
         return await self.call("prepare a command", ask)
 
-    def _container(self, name: str) -> DockerContainer:
-        return self.docker.containers.container(name)
+    def _container(self, name: str) -> Any:
+        """Its methods are typed too vaguely to be of use."""
+        containers: Any = self.docker.containers
+        return containers.container(name)
 
     # --- images -------------------------------------------------------------------------------------------------------
 
@@ -217,7 +217,7 @@ def _worth_another_pull(error: Exception) -> bool:
 
 def _told(error: Exception) -> str:
     if isinstance(error, DockerError):
-        return error.message if isinstance(error.message, str) else json.dumps(error.message)
+        return str(error.message)
     return str(error) or repr(error)
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import anyio
@@ -73,7 +73,7 @@ class Conversation:
         try:
             async with AsyncExitStack() as stack:
                 async with beginning:
-                    await stack.enter_async_context(stream)
+                    await stack.enter_async_context(cast("AbstractAsyncContextManager[Stream]", stream))
                 await self._converse(stream, out, err)
         except (DockerError, aiohttp.ClientError, ConnectionError) as error:
             if not isinstance(error, DockerError) and self._fed:
@@ -86,18 +86,24 @@ class Conversation:
             self.truncated = self.truncated or out.truncated
 
     async def _converse(self, stream: Stream, out: Tail, err: Tail) -> None:
+        refused: SandboxError | None = None
         try:
             async with anyio.create_task_group() as group:
                 with anyio.move_on_after(self.timeout) as deadline:
                     group.start_soon(self._feed, stream)
                     if self.watch is not None:
                         group.start_soon(self._guard, self.watch, deadline)
-                    await self._drain(stream, out, err)
+                    try:
+                        await self._drain(stream, out, err)
+                    except SandboxError as error:  # the sink's
+                        refused = error
                 self.timed_out = deadline.cancelled_caught and not self.ended
                 group.cancel_scope.cancel()
         finally:
             if not self._finished:
                 await self._end(stream, out, err)
+        if refused is not None:
+            raise refused
 
     async def _guard(self, watch: Watch, deadline: anyio.CancelScope) -> None:
         await watch.over()
@@ -126,7 +132,7 @@ class Conversation:
         self._finished = True
 
     async def _end(self, stream: Stream, out: Tail, err: Tail) -> None:
-        """Have the command killed and wait for the report. One that has not heard all of its order has begun nothing."""
+        """Have the command killed and wait for the report. One that has not heard its whole order has begun nothing."""
         self.sink = None if self.sink is None else _drop
         with anyio.CancelScope(shield=True), anyio.move_on_after(KILL_GRACE):
             if self._fed:

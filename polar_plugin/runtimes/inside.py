@@ -6,20 +6,21 @@ Run by the interpreter of the kit (`kit`), standard library only, in an image th
     inside run                     starts what stdin describes, and ends when it and all it has started have ended
     inside census                  has PID 1 kill what outlived a supervisor, and waits until it is gone
 
-On `run`'s stdin: four bytes of length, a JSON object, then what the object announces. Nothing of it is on a command line.
+On `run`'s stdin: four bytes of length, a JSON object, then what the object announces. None of it is on a command line.
 
-    mode       "exec": a command; "pack": tar of `path` to stdout; "unpack": tar from stdin to `path`; "probe": see `probe`
+    mode       "exec": a command; "pack": tar of `path` to stdout; "unpack": tar from stdin to `path`;
+               "probe": see `probe`; "share": let everybody write to `places`
     nonce      what comes before the report
     argv       of "exec"; or `script`, which a shell of the image reads from a descriptor; with env, cwd
     stdin      of "exec": how many bytes follow; the command finds them, and then the end
-    places     of "probe"
+    places     of "probe" and "share"
 
 Anything more on stdin, and its end above all, is a deadline: every process that the command has started is killed. So
 the death of the client is its agents' death. The last thing on stderr, written when nobody else is left to write, is
 the report: nonce, JSON object (code, oom, error), newline. A run without a report was ended from outside.
 """
 
-# ruff: noqa: SIM105, PTH110, PTH112, PTH118, PTH120, PTH123 - each import is paid for each time
+# ruff: noqa: SIM105, PTH101, PTH103, PTH110, PTH112, PTH118, PTH120, PTH123 - each import is paid for each time
 
 from __future__ import annotations
 
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
 _SHELLS = ("/bin/bash", "/usr/bin/bash", "/bin/sh", "/system/bin/sh")
 _OOM_COUNTERS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
+LOST = 113
+"""The exit code of a supervisor whose client has gone: a report would reach nobody."""
 _PREFERRED_VICTIM = b"500"
 _SET_DUMPABLE, _SET_CHILD_SUBREAPER = 4, 36
 
@@ -91,10 +94,7 @@ def run() -> int:
     if start is None:
         return 1  # the client went away before it had said what to do
     nonce = start["nonce"].encode()
-    if start["mode"] == "exec":
-        report = supervise(start)
-    else:
-        report = work(start)
+    report = supervise(start) if start["mode"] == "exec" else work(start)
     write_report(nonce + json.dumps(report).encode() + b"\n")
     return report["code"]
 
@@ -159,8 +159,12 @@ def given_stdin(size: int) -> int | None:
 def wake_on_child() -> int:
     outlet, inlet = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(inlet, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGCHLD, nothing)
     return outlet
+
+
+def nothing(number: int, frame: object) -> None:
+    """That there is a handler is what wakes us."""
 
 
 def spawn(start: dict[str, Any], given: int) -> int:
@@ -208,7 +212,7 @@ def prefer_as_victim() -> None:
 
 
 def wait(child: int, woken: int) -> int:
-    """Reap until the command has ended; its exit code, or 137 where the client says that it is over."""
+    """Reap until the command has ended; its exit code; 137 where the client says so, LOST where it has gone."""
     poll = select.poll()
     poll.register(0, select.POLLIN)
     poll.register(woken, select.POLLIN)
@@ -217,7 +221,7 @@ def wait(child: int, woken: int) -> int:
             return code
         ready = {fd for fd, _ in poll.poll()}
         if 0 in ready:
-            return 137
+            return 137 if os.read(0, 1) else LOST
         os.read(woken, 4096)
 
 
@@ -281,14 +285,20 @@ def work(start: dict[str, Any]) -> dict[str, Any]:
 
 
 def pack(start: dict[str, Any]) -> None:
-    for piece in archive.pack(os.path.join(start["cwd"], start["path"])):
+    threading.Thread(target=end_with_client, daemon=True).start()
+    for piece in archive.pack(os.path.join(str(start["cwd"]), str(start["path"]))):
         view = memoryview(piece)
         while view:
             view = view[os.write(1, view) :]
 
 
+def end_with_client() -> NoReturn:
+    os.read(0, 1)
+    os._exit(137)
+
+
 def unpack(start: dict[str, Any]) -> None:
-    target = os.path.join(start["cwd"], start["path"])
+    target = os.path.join(str(start["cwd"]), str(start["path"]))
     os.makedirs(os.path.dirname(target) or "/", exist_ok=True)
     archive.unpack(lambda size: os.read(0, size), target)
 
@@ -306,4 +316,9 @@ def probe(start: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-WORK = {"pack": pack, "unpack": unpack, "probe": probe}
+def share(start: dict[str, Any]) -> None:
+    for place in start["places"]:
+        os.chmod(place, 0o1777)
+
+
+WORK = {"pack": pack, "unpack": unpack, "probe": probe, "share": share}

@@ -1,8 +1,8 @@
 """The kit: an interpreter with all it needs, as one directory that works in any Linux image of this architecture.
 
-The programs that run inside a container (`inside`) need a Python, and images need not have one. So this interpreter, its
-loader, its libraries and the modules that those programs import are copied once; mounted read-only, they run by their
-own loader in an image with another C library, or with none.
+The programs that run inside a container (`inside`) need a Python, and images need not have one. So this interpreter,
+its loader, its libraries and the modules that those programs import are copied once; mounted read-only, they run by
+their own loader in an image with another C library, or with none.
 """
 
 from __future__ import annotations

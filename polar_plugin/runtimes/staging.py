@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
+
+import anyio.to_thread
 
 from .trees import copy_tree, remove_tree
 
@@ -19,9 +20,13 @@ async def staged(target: Path) -> AsyncGenerator[Path]:
     try:
         place = directory / "content"
         yield place
-        if os.path.lexists(target):
-            await copy_tree(place, target)
-        else:
-            place.rename(target)
+        await _put(place, target)
     finally:
         await remove_tree(directory)
+
+
+async def _put(place: Path, target: Path) -> None:
+    if await anyio.to_thread.run_sync(lambda: target.exists() or target.is_symlink()):
+        await copy_tree(place, target)
+    else:
+        await anyio.to_thread.run_sync(place.rename, target)

@@ -40,7 +40,7 @@ fi
 if ! docker image inspect polar-test-base:latest >/dev/null 2>&1; then
   command -v debootstrap >/dev/null || install debootstrap
   $sudo rm -rf "$cache/root"
-  $sudo debootstrap --variant=minbase --include=python3-minimal,git,ca-certificates,patch,procps stable "$cache/root" \
+  $sudo debootstrap --variant=minbase --include=python3,git,ca-certificates,patch,procps stable "$cache/root" \
     >"$cache/debootstrap.log"
   $sudo tar -C "$cache/root" --exclude='./var/cache/apt/*' --exclude='./var/lib/apt/lists/*' --exclude='./dev/*' -c . |
     docker import - polar-test-base:latest
