@@ -80,6 +80,9 @@ class Server:
         ids = [*self._tokenizer.encode(text, add_special_tokens=False), *sampling_params["stop_token_ids"][:1]]
         return self._output(prompt_ids, ids[: sampling_params["max_tokens"]])
 
+    async def seen(self) -> list[dict[str, Any]]:
+        return self.calls
+
     def _output(self, prompt: list[int], ids: list[int]) -> TokenOutput:
         logprobs = made_up_logprobs(token_ids(prompt), token_ids(ids)).tolist()
         return TokenOutput(
