@@ -332,9 +332,7 @@ class _Run:
     @asynccontextmanager
     async def open(self, attempt: Attempt) -> AsyncGenerator[Ledger]:
         """A session of the proxy, for the script. What the recorder holds is on disk before the harness has it."""
-        conversation = Conversation(
-            self._policy, attempt.session_id, delivered=lambda name: session.delivered(name)
-        )
+        conversation = Conversation(self._policy, attempt.session_id, delivered=lambda name: session.delivered(name))
         reply = _Recorded(conversation, self._recorder) if self._recorder else conversation
         task = attempt.task
         metadata = {**task.metadata, "task_id": task.task_id, "model": task.agent.model_name}

@@ -116,7 +116,9 @@ class VerlEngine:
     def _segment(self, output: TokenOutput, stops: Sequence[str], left: int, stop_ids: Sequence[int]) -> Segment:
         ids = list(output.token_ids)
         if output.log_probs is None:
-            raise EngineError("verl's server told no log-probabilities: set actor_rollout_ref.rollout.calculate_log_probs")
+            raise EngineError(
+                "verl's server told no log-probabilities: set actor_rollout_ref.rollout.calculate_log_probs"
+            )
         if len(output.log_probs) != len(ids):
             raise EngineError(f"verl's server told {len(ids)} ids but {len(output.log_probs)} log-probabilities")
         if output.stop_reason in _ABORTED:

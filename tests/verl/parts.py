@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -68,20 +69,25 @@ class Server:
         self._turns: dict[str, int] = {}
         self.version = version
         self.calls: list[dict[str, Any]] = []
+        self.sessions: set[str] = set()
 
     async def generate(
         self, request_id: str, prompt_ids: list[int], sampling_params: dict[str, Any], **more: Any
     ) -> TokenOutput:
         self.calls.append({"request_id": request_id, "prompt_ids": prompt_ids, **sampling_params, **more})
-        if request_id == "probe":
+        if prompt_ids == [0]:  # the probe
             return self._output(prompt_ids, [1])
-        turn = self._turns[request_id] = self._turns.get(request_id, -1) + 1
-        text = self._replies(request_id, turn) if callable(self._replies) else self._replies[turn]
+        # verl's client gives each call an id of its own, so behind it only the prompt tells the session
+        told = re.search(r"\[\[(.+?)\]\]", self._tokenizer.decode(prompt_ids))
+        session = told[1] if told else request_id
+        self.sessions.add(session)
+        turn = self._turns[session] = self._turns.get(session, -1) + 1
+        text = self._replies(session, turn) if callable(self._replies) else self._replies[turn]
         ids = [*self._tokenizer.encode(text, add_special_tokens=False), *sampling_params["stop_token_ids"][:1]]
         return self._output(prompt_ids, ids[: sampling_params["max_tokens"]])
 
-    async def seen(self) -> list[dict[str, Any]]:
-        return self.calls
+    async def seen(self) -> set[str]:
+        return self.sessions
 
     def _output(self, prompt: list[int], ids: list[int]) -> TokenOutput:
         logprobs = made_up_logprobs(token_ids(prompt), token_ids(ids)).tolist()

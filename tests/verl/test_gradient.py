@@ -81,7 +81,9 @@ def nested(parts: Sequence[Any], dtype: Any) -> torch.Tensor:
     return torch.nested.as_nested_tensor([torch.as_tensor(part, dtype=dtype) for part in parts], layout=torch.jagged)
 
 
-def of_rank(members: Sequence[Row], weighted: Sequence[float], now: dict[str, torch.Tensor], config: Any, told: Any) -> Any:
+def of_rank(
+    members: Sequence[Row], weighted: Sequence[float], now: dict[str, torch.Tensor], config: Any, told: Any
+) -> Any:
     """verl's loss on the rows that one rank has of one step."""
     old = [torch.where(one.mask == 1, -1.0, 0.0).double() for one in members]
     data = TensorDict(
@@ -108,7 +110,9 @@ def gradient(estimator: str, loss_mode: str, agg_mode: str, steps: int) -> dict[
     """By row, what verl's actor would add up over the optimiser steps and ranks of one epoch."""
     name, standardise = VERL.get(estimator, (estimator, True))
     real = list(rows())
-    shares = session_advantages([r.reward for r in real], [r.key for r in real], estimator=name, standardise=standardise)
+    shares = session_advantages(
+        [r.reward for r in real], [r.key for r in real], estimator=name, standardise=standardise
+    )
     planned = plan([one.key for one in real], [len(one.mask) for one in real], steps=steps, ranks=RANKS)
     placed = [real[at] if at < len(real) else padding() for at in planned.order]
     tokens = [int(one.mask.sum()) for one in placed]

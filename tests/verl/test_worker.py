@@ -148,7 +148,10 @@ def test_sampling_is_verls_also_where_it_validates_with_another(model: Path) -> 
         return of.llm_client.server
 
     calls = [call for call in run(both).calls if call["request_id"] != "probe"]
-    assert [(call["temperature"], call["top_k"], call["max_tokens"]) for call in calls] == [(0.7, 5, 300), (0.0, -1, 300)]
+    assert [(call["temperature"], call["top_k"], call["max_tokens"]) for call in calls] == [
+        (0.7, 5, 300),
+        (0.0, -1, 300),
+    ]
     assert all(call["logprobs"] is True for call in calls)
 
 
