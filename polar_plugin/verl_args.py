@@ -205,8 +205,8 @@ def _stock_biases(args: VerlArgs) -> Iterator[str]:
 def _choices(args: VerlArgs) -> Iterator[str]:
     if not args.ours:
         yield (
-            f"trainer.v1.trainer_mode={args.trainer_mode}: sessions weigh by their tokens, the number of optimiser steps "
-            "follows the number of traces, and a single survivor of a group is trained on its bare reward; "
+            f"trainer.v1.trainer_mode={args.trainer_mode}: sessions weigh by their tokens, the number of optimiser "
+            "steps follows the number of traces, and a single survivor of a group is trained on its bare reward; "
             f"{', '.join(MODES)} weigh sessions equally"
         )
     extra = [name for name, on in (("entropy_coeff", args.entropy_coeff), ("use_kl_loss", args.use_kl_loss)) if on]
