@@ -28,7 +28,7 @@ class TokenOutput(Protocol):
     stop_reason: str | None
     """vLLM says "completed" of a stop and of a length alike, SGLang tells them apart."""
     extra_fields: dict[str, Any]
-    """`min_global_steps` and `max_global_steps`: the weights that sampled it; verl does not say which token by which."""
+    """`min_global_steps` and `max_global_steps`: the weights that sampled it, all tokens together."""
 
 
 class ServerClient(Protocol):
@@ -116,9 +116,7 @@ class VerlEngine:
     def _segment(self, output: TokenOutput, stops: Sequence[str], left: int, stop_ids: Sequence[int]) -> Segment:
         ids = list(output.token_ids)
         if output.log_probs is None:
-            raise EngineError(
-                "verl's server told no log-probabilities: set actor_rollout_ref.rollout.calculate_log_probs"
-            )
+            raise EngineError("no log-probabilities came: set actor_rollout_ref.rollout.calculate_log_probs=True")
         if len(output.log_probs) != len(ids):
             raise EngineError(f"verl's server told {len(ids)} ids but {len(output.log_probs)} log-probabilities")
         if output.stop_reason in _ABORTED:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from .errors import ConfigError
 from .verl_args import MODES

@@ -10,7 +10,7 @@ that would replace the entry above at its first use, and all later sessions woul
 """
 
 # pyright: reportMissingImports=false, reportUnknownVariableType=false, reportUnknownMemberType=false
-# pyright: reportUntypedBaseClass=false, reportUnknownArgumentType=false
+# pyright: reportUntypedBaseClass=false, reportUnknownArgumentType=false, reportUnknownParameterType=false
 from __future__ import annotations
 
 import functools

@@ -1,4 +1,4 @@
-"""Trainers for verl in which a session is one vote: `trainer.v1.trainer_mode=polar_sync`, `polar_colocate_async`, `polar_separate_async`.
+"""Trainers for verl in which a session is one vote, by `trainer.v1.trainer_mode`: the names are in `verl_args.MODES`.
 
 They add three things to verl's own trainers, whatever the number of traces: baselines over sessions, a number of
 optimiser steps that follows the number of sessions, and equal weight of all sessions in the loss (`verl_weights`).
@@ -28,17 +28,17 @@ from .verl_weights import factors, plan, session_advantages
 
 
 class SessionTrainer:
-    """Mixed into a trainer of verl; `_base` is its mode, by which verl's code asks for it."""
+    """Mixed into a trainer of verl; `base` is its mode, by which verl's code asks for it."""
 
-    _base: str
+    base: str
 
     def __init__(self, config: Any) -> None:
         """Raises ConfigError where verl's configuration would train sessions wrongly."""
         preflight(VerlArgs.of(config))
         config = config.copy()
         with open_dict(config):
-            config.trainer.v1.trainer_mode = self._base
-        super().__init__(config)
+            config.trainer.v1.trainer_mode = self.base
+        super().__init__(config)  # pyright: ignore[reportCallIssue]
 
     @property
     def _steps(self) -> int:
@@ -60,7 +60,7 @@ class SessionTrainer:
     def _balance_batch(
         self, batch: Any, metrics: dict[str, Any], logging_prefix: str = "global_seqlen", keep_minibatch: bool = False
     ) -> Any:
-        """Rows in an order in which each rank's equal parts are the optimiser steps; the rest is padded, as verl does."""
+        """Rows in an order in which each rank's equal parts are the optimiser steps; the rest is padding, as verl's."""
         ranks = self._ranks()
         lengths = [tag["seq_len"] for tag in batch.tags]
         planned = plan(batch.keys, lengths, steps=self._steps, ranks=ranks)
@@ -175,22 +175,22 @@ def _constant(row: torch.Tensor) -> torch.Tensor:
 class PolarSync(SessionTrainer, PPOTrainerSync):
     """`polar_sync`"""
 
-    _base = "sync"
+    base = "sync"
 
 
 class PolarColocateAsync(SessionTrainer, PPOTrainerColocateAsync):
     """`polar_colocate_async`"""
 
-    _base = "colocate_async"
+    base = "colocate_async"
 
 
 class PolarSeparateAsync(SessionTrainer, PPOTrainerSeparateAsync):
     """`polar_separate_async`"""
 
-    _base = "separate_async"
+    base = "separate_async"
 
 
 def register_all() -> None:
     """Make them known to verl; a second call changes nothing."""
     for trainer in (PolarSync, PolarColocateAsync, PolarSeparateAsync):
-        register_trainer(next(name for name, base in MODES.items() if base == trainer._base))(trainer)
+        register_trainer(next(name for name, base in MODES.items() if base == trainer.base))(trainer)

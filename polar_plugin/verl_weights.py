@@ -1,8 +1,8 @@
-"""How a batch of rows becomes optimiser steps of sessions, and what each row's advantage is multiplied with. Pure numpy.
+"""How a batch of rows becomes optimiser steps of sessions, and what weighs each row's advantage. Pure numpy.
 
 verl aggregates a loss over rows by `loss_agg_mode`. What is wanted is, in each step, over the G sessions a step has by
-configuration: sum over sessions of A(s) / G times the mean over the session's trained tokens. All of verl's policy losses
-that are allowed here scale with the advantage, so the difference can be put into it:
+configuration: sum over sessions of A(s) / G times the mean over the session's trained tokens. All policy losses of
+verl that are allowed here scale with the advantage, so the difference can be put into it:
 
 | loss_agg_mode           | verl multiplies each token's term with | so the advantage is multiplied with |
 |-------------------------|----------------------------------------|-------------------------------------|
@@ -17,6 +17,7 @@ where T are the trained tokens of the session (`verl/trainer/ppo/core_algos.py`,
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -49,8 +50,8 @@ def session_advantages(
 ) -> Values:
     """float64 [rows]: the session's advantage, on each of its rows.
 
-    `rewards` are the rows', all of a session alike. `estimator` is verl's name; `reinforce_plus_plus_baseline` is divided
-    by the standard deviation over the batch as verl does, but over sessions. Groups without spread get exactly 0.
+    `rewards` are the rows', all of a session alike. `estimator` is verl's name; `reinforce_plus_plus_baseline` is
+    divided by the standard deviation over the batch as verl does, but over sessions. Groups without spread get exactly 0.
     """
     per_session, of = collapse(rewards, [session_of(key) for key in keys])
     groups = [session.rsplit("_", 1)[0] for session in dict.fromkeys(session_of(key) for key in keys)]
@@ -70,9 +71,10 @@ def plan(keys: Sequence[str], lengths: Sequence[int], *, steps: int, ranks: int)
     members: dict[str, list[int]] = {}
     for position, key in enumerate(keys):
         members.setdefault(session_of(key), []).append(position)
-    parts = np.array_split(np.arange(len(members)), steps)
     sessions = list(members.values())
-    cells = [_balanced([row for one in part for row in sessions[one]], lengths, ranks) for part in parts]
+    cuts = [len(sessions) * step // steps for step in range(steps + 1)]
+    parts = [sessions[start:end] for start, end in itertools.pairwise(cuts)]
+    cells = [_balanced([row for rows in part for row in rows], lengths, ranks) for part in parts]
     size = max(1, max(len(cell) for step in cells for cell in step))
     order: list[int] = []
     numbers: list[int] = []

@@ -48,7 +48,10 @@ def engine(client: Client, **told: Any) -> VerlEngine:
     )
 
 
-async def sample(client: Client, sampling: SamplingParams = SamplingParams(max_tokens=5), **told: Any) -> Any:
+FIVE = SamplingParams(max_tokens=5)
+
+
+async def sample(client: Client, sampling: SamplingParams = FIVE, **told: Any) -> Any:
     made = engine(client, **told)
     return await made.generate(token_ids([1, 2]), sampling, request_id="c0", session_id="s0", stop_ids=(STOP,))
 

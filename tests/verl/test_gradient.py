@@ -71,7 +71,8 @@ def padding() -> Row:
 
 def actor(loss_mode: str, agg_mode: str) -> ActorConfig:
     return ActorConfig(
-        strategy="fsdp", ppo_micro_batch_size_per_gpu=1, loss_agg_mode=agg_mode, rollout_n=2, optim=OptimizerConfig(lr=0.1),
+        strategy="fsdp", ppo_micro_batch_size_per_gpu=1, loss_agg_mode=agg_mode, rollout_n=2,
+        optim=OptimizerConfig(lr=0.1),
         loss_scale_factor=SCALE if agg_mode == "seq-mean-token-sum-norm" else None,
         policy_loss=PolicyLossConfig(loss_mode=loss_mode),
     )  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 import uuid
 from collections.abc import Generator
 from dataclasses import dataclass, field
@@ -64,6 +63,9 @@ class Cluster:
     balancer: Any
     manager: Any
     tokenizer: Any
+    directory: Path
+    failed: set[int] = field(default_factory=set)
+    uids: list[str] = field(default_factory=list)
 
     def sample(self, prompts: list[dict[str, Any]]) -> Any:
         """Submit prompts as verl's trainer does, and draw all of them from the replay buffer."""
@@ -122,9 +124,7 @@ def cluster(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[C
         manager = AgentLoopManagerTQ.create(
             config=config, llm_client=LLMServerClient(config=config, load_balancer_handle=balancer)
         )
-        made = Cluster(config, servers, balancer, manager, tokenizer)
-        made.directory = directory  # type: ignore[attr-defined]
-        yield made
+        yield Cluster(config, servers, balancer, manager, tokenizer, directory)
         tq.close()
     finally:
         ray.shutdown()
@@ -132,7 +132,7 @@ def cluster(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[C
 
 def test_sessions_of_many_traces_are_one_vote_each_from_the_queue_to_the_actor(cluster: Cluster) -> None:
     """Cases 46 and 49: session 0 failed in two traces, session 1 succeeded in one; both prompts alike."""
-    good = str(cluster.directory / "good")  # type: ignore[attr-defined]
+    good = str(cluster.directory / "good")
     batch = cluster.sample([{"workspace": good}, {"workspace": good}])
     names = sorted(f"{cluster.uids.index(key.split('_')[0])}_{key.split('_', 1)[1]}" for key in batch.keys)
     assert names == ["0_0_0", "0_0_1", "0_1_0", "1_0_0", "1_0_1", "1_1_0"]
@@ -173,7 +173,7 @@ def test_sessions_of_many_traces_are_one_vote_each_from_the_queue_to_the_actor(c
 
 
 def test_the_balancer_keeps_the_calls_of_a_session_at_one_server(cluster: Cluster) -> None:
-    good = str(cluster.directory / "good")  # type: ignore[attr-defined]
+    good = str(cluster.directory / "good")
     batch = cluster.sample([{"workspace": good}, {"workspace": good}])
     tq.kv_clear(keys=batch.keys, partition_id="train")
     seen = [ray.get(server.seen.remote()) for server in cluster.servers]
@@ -184,7 +184,7 @@ def test_the_balancer_keeps_the_calls_of_a_session_at_one_server(cluster: Cluste
 
 def test_a_failed_session_leaves_no_row_and_its_sibling_no_bare_reward(cluster: Cluster) -> None:
     """Verl's own trainer gives the single survivor its reward as advantage; ours gives it 0."""
-    hole, good = str(cluster.directory / "hole"), str(cluster.directory / "good")  # type: ignore[attr-defined]
+    hole, good = str(cluster.directory / "hole"), str(cluster.directory / "good")
     batch = cluster.sample([{"workspace": hole}, {"workspace": good}])
     assert cluster.failed == set()
     of_hole = [key for key in batch.keys if key.startswith(cluster.uids[0])]

@@ -1,4 +1,4 @@
-"""verl's own agent-loop worker, in this process: an agent program in a sandbox, verl's client behind the proxy, rows out."""
+"""verl's own agent-loop worker, in this process: an agent program in a sandbox, verl's client behind the proxy."""
 
 from __future__ import annotations
 
