@@ -51,7 +51,7 @@ def session_advantages(
     """float64 [rows]: the session's advantage, on each of its rows.
 
     `rewards` are the rows', all of a session alike. `estimator` is verl's name; `reinforce_plus_plus_baseline` is
-    divided by the standard deviation over the batch as verl does, but over sessions. Groups without spread get exactly 0.
+    divided by the standard deviation over the batch as verl does, but over sessions. A group without spread gets 0.
     """
     per_session, of = collapse(rewards, [session_of(key) for key in keys])
     groups = [session.rsplit("_", 1)[0] for session in dict.fromkeys(session_of(key) for key in keys)]
@@ -72,7 +72,7 @@ def plan(keys: Sequence[str], lengths: Sequence[int], *, steps: int, ranks: int)
     for position, key in enumerate(keys):
         members.setdefault(session_of(key), []).append(position)
     sessions = list(members.values())
-    cuts = [len(sessions) * step // steps for step in range(steps + 1)]
+    cuts = [-(-len(sessions) * step // steps) for step in range(steps + 1)]
     parts = [sessions[start:end] for start, end in itertools.pairwise(cuts)]
     cells = [_balanced([row for rows in part for row in rows], lengths, ranks) for part in parts]
     size = max(1, max(len(cell) for step in cells for cell in step))
