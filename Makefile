@@ -7,7 +7,7 @@ TORCH := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo torch || echo tor
 
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: system setup quickstart test fuzz property test-sglang test-cli test-clis test-docker test-apptainer test-slime test-vllm check clean
+.PHONY: system setup quickstart test fuzz property test-sglang test-cli test-clis test-docker test-apptainer test-slime test-verl test-vllm check clean
 
 # Sandboxes need bubblewrap, grading git and patch, tests npm; only what is missing is installed.
 system:
@@ -28,7 +28,7 @@ quickstart: setup
 	$(BIN)/polar-plugin quickstart --out out
 
 test: setup
-	$(BIN)/python -m pytest -m "not sglang and not cli and not slime and not apptainer and not docker"
+	$(BIN)/python -m pytest -m "not sglang and not cli and not slime and not apptainer and not docker and not verl"
 
 # 100 000 mutated requests of each model API; `make test` has 1 500 of them.
 fuzz: setup
@@ -60,6 +60,14 @@ test-apptainer: setup
 
 test-slime: setup
 	$(BIN)/python -m pytest -m slime
+
+# verl has an environment of its own: it pins other versions than ours.
+test-verl: .cache/verl/.ready
+	.cache/verl/bin/python -m pytest -W default -m verl tests/verl
+
+.cache/verl/.ready: pyproject.toml tests/verl/install.sh
+	PYTHON=$(PYTHON) TORCH="$(TORCH)" tests/verl/install.sh .cache/verl
+	touch $@
 
 test-vllm: setup
 	$(BIN)/python -m pytest tests/engine/test_vllm.py -k live

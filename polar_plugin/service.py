@@ -40,6 +40,7 @@ from .records import (
     Completion,
     CompletionSession,
     Failure,
+    SamplingParams,
     Status,
     Trace,
     Trajectory,
@@ -106,10 +107,15 @@ class RolloutService:
         await self._stack.aclose()
 
     async def run(
-        self, attempts: Sequence[Attempt], *, on_done: Callable[[Trajectory], None] | None = None
+        self,
+        attempts: Sequence[Attempt],
+        *,
+        on_done: Callable[[Trajectory], None] | None = None,
+        sampling: SamplingParams | None = None,
     ) -> list[Trajectory]:
         """Run attempts side by side; exactly one Trajectory each, in input order. `on_done` sees each as it ends.
 
+        `sampling` replaces the configured one for these attempts: a trainer may evaluate with other parameters.
         Attempts that share a `group_index` are a group: what the infrastructure took is refilled, and stragglers are
         ended, as `config.groups` says. Raises ConfigError, before anything starts, where a task names what does not
         exist or cannot be, PolarError after `shutdown`.
@@ -119,8 +125,9 @@ class RolloutService:
         parts = {attempt.session_id: self._parts(attempt) for attempt in attempts}
         send, receive = anyio.create_memory_object_stream[Trajectory](0)
         done: dict[str, Trajectory] = {}
+        policy = self.policy if sampling is None else replace(self.policy, sampling=sampling)
         batch = Batch(
-            lambda attempt: _Run(self, attempt, parts[attempt.session_id]),
+            lambda attempt: _Run(self, attempt, parts[attempt.session_id], policy),
             admitted=max(1, len(attempts)),
             retries=self.config.retries,
             groups=Groups(attempts, group_policy(self.config)),
@@ -318,8 +325,9 @@ class _Recorded:
 class _Run:
     """One run of an attempt's script (`stages.batch.Run`), recorded as it goes where the config says so."""
 
-    def __init__(self, service: RolloutService, attempt: Attempt, parts: Parts) -> None:
+    def __init__(self, service: RolloutService, attempt: Attempt, parts: Parts, policy: Policy) -> None:
         self._service = service
+        self._policy = policy
         self._attempt = attempt
         self._recorder: Recorder | None = None
         budgets = Budgets(**service.config.budgets.model_dump())
@@ -349,9 +357,7 @@ class _Run:
     @asynccontextmanager
     async def open(self, attempt: Attempt) -> AsyncGenerator[Ledger]:
         """A session of the proxy, for the script. What the recorder holds is on disk before the harness has it."""
-        conversation = Conversation(
-            self._service.policy, attempt.session_id, delivered=lambda name: session.delivered(name)
-        )
+        conversation = Conversation(self._policy, attempt.session_id, delivered=lambda name: session.delivered(name))
         reply = _Recorded(conversation, self._recorder) if self._recorder else conversation
         task = attempt.task
         metadata = {**task.metadata, "task_id": task.task_id, "model": task.agent.model_name}

@@ -116,7 +116,7 @@ def _trainable(traces: Sequence[Trace], how: Conversion) -> tuple[Sequence[tuple
             dropped[lacking] += 1
             dropped["unreplayable_tokens"] += trace.trained
             continue
-        cut = _clipped(trace, how.max_tokens)
+        cut = clipped(trace, how.max_tokens)
         dropped["over_long_tokens"] += trace.trained - (cut.trained if cut else 0)
         if cut and cut.trained:
             kept.append((position, cut))
@@ -134,7 +134,7 @@ def _lacking(trace: Trace, how: Conversion) -> str:
     return "choiceless_traces" if how.top_p and trace.nucleus is None else ""
 
 
-def _clipped(trace: Trace, limit: int | None) -> Trace | None:
+def clipped(trace: Trace, limit: int | None) -> Trace | None:
     """Its first `limit` tokens, still exact since they depend on nothing behind; None where no response is left."""
     if limit is None or len(trace.prompt_ids) + len(trace.response_ids) <= limit:
         return trace

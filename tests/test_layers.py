@@ -39,7 +39,9 @@ LAYERS: list[tuple[int, tuple[str, ...]]] = [
         5,
         (
             "slime_rollout", "slime_samples", "slime_args", "slime_evaluation", "slime_metrics", "slime_service",
-            "slime_types", "slime_sessions", "slime_collect", "slime_hooks",
+            "slime_types", "verl_rollout", "verl_samples", "verl_args", "verl_engine",
+            "verl_groups", "verl_service", "verl_plugin", "verl_trainer", "verl_weights",
+            "slime_sessions", "slime_collect", "slime_hooks",
             "slime_data", "slime_async", "slime_stored",
             "harness_root", "quickstart", "doctor", "replayed", "testing", "cli", "__main__",
         ),
