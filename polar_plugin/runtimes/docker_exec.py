@@ -127,6 +127,8 @@ class Conversation:
                 await self.sink(message.data)
             else:
                 out.add(message.data)
+            if self.header.get("mode") == "unpack" and marker in message.data:
+                break  # it has stopped reading, and until we stop writing the engine does not end the stream
             if self.watch is not None and (said := message.data.partition(marker)[0]):
                 self.watch.saw(message.stream, said)
         self._finished = True
