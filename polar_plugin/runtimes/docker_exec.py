@@ -127,6 +127,9 @@ class Conversation:
                 await self.sink(message.data)
             else:
                 out.add(message.data)
+            if self.header.get("mode") == "unpack" and marker in message.data:
+                _abort(stream)  # it has stopped reading, and while there is more to write the engine ends nothing
+                break
             if self.watch is not None and (said := message.data.partition(marker)[0]):
                 self.watch.saw(message.stream, said)
         self._finished = True
@@ -149,6 +152,12 @@ class Conversation:
             self.report = Report(report["code"], report["oom"], report["error"], report.get("found") or {})
         self.stderr = said[-self.limit :]
         self.truncated = err.truncated or len(said) > self.limit
+
+
+def _abort(stream: Any) -> None:
+    """Drop what is not written yet: closing would wait for it."""
+    with suppress(*_LOST):
+        stream._resp.connection.transport.abort()
 
 
 async def _drop(piece: bytes) -> None:
