@@ -27,7 +27,7 @@ from .engine.transformers import Script, TransformersEngine
 from .errors import ConfigError
 from .merge.traces import spans, trace_json
 from .placeholders import fill
-from .records import Attempt, Trace, Trajectory, token_ids
+from .records import Attempt, SamplingParams, Trace, Trajectory, token_ids
 from .service import RolloutService
 from .slime_args import SlimeArgs
 from .slime_types import SampleLike
@@ -86,9 +86,13 @@ class Observed(RolloutService):
         self.trajectories: list[Trajectory] = []
 
     async def run(
-        self, attempts: Sequence[Attempt], *, on_done: Callable[[Trajectory], None] | None = None
+        self,
+        attempts: Sequence[Attempt],
+        *,
+        on_done: Callable[[Trajectory], None] | None = None,
+        sampling: SamplingParams | None = None,
     ) -> list[Trajectory]:
-        trajectories = await super().run(attempts, on_done=on_done)
+        trajectories = await super().run(attempts, on_done=on_done, sampling=sampling)
         self.trajectories += trajectories
         return trajectories
 

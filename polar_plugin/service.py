@@ -6,8 +6,8 @@ import functools
 import logging
 import tempfile
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -18,12 +18,12 @@ import orjson
 
 from . import plugins
 from .admin import Admin
-from .config import RolloutConfig, cache_directory
+from .config import RolloutConfig
 from .engine.base import Engine, EngineInfo, Renderer
-from .engine.render import load_renderer
-from .engine.turn import Conversation, Policy
+from .engine.turn import Policy
 from .errors import ConfigError, PolarError
 from .evaluators.base import Evaluator
+from .execution import Execution
 from .harnesses.base import Harness, LaunchContext
 from .harnesses.packages import PACKAGES
 from .merge.builders import Builder
@@ -31,26 +31,20 @@ from .merge.check import check
 from .merge.traces import counts
 from .merge.untrained import Policy as TrainingPolicy
 from .proxy.server import Proxy, ProxyConfig
-from .proxy.session import Ready, Session
-from .recording import End, Header, Recorder
 from .records import (
     AgentSpec,
     Attempt,
-    ChatRequest,
-    Completion,
     CompletionSession,
-    Failure,
     SamplingParams,
-    Status,
     Trace,
     Trajectory,
 )
 from .runtimes.base import Runtime
-from .stages.attempt import Script
 from .stages.batch import Batch
-from .stages.groups import GroupPolicy, Groups
-from .stages.parts import Budgets, Parts, Stages
+from .stages.groups import Groups
+from .stages.parts import Parts, Stages
 from .stages.status import stage_counts, status
+from .wiring import check_replay, group_policy, make_engine, make_renderer
 
 _status_log = logging.getLogger("polar_plugin.status")
 _VERIFY_EVERY = {"all": 1, "sample": 8, "off": 0}
@@ -86,7 +80,7 @@ class RolloutService:
         async with AsyncExitStack() as stack:
             renderer = self._given_renderer or await anyio.to_thread.run_sync(make_renderer, self.config)
             engine = self._given_engine or make_engine(self.config, vocab_size=renderer.vocab_size)
-            _check_replay(self.config, engine)
+            check_replay(self.config, engine)
             self.engine = await stack.enter_async_context(engine)
             self.info = await self.engine.probe()
             length = min(self.config.engine.context_length or self.info.context_length, self.info.context_length)
@@ -127,7 +121,7 @@ class RolloutService:
         done: dict[str, Trajectory] = {}
         policy = self.policy if sampling is None else replace(self.policy, sampling=sampling)
         batch = Batch(
-            lambda attempt: _Run(self, attempt, parts[attempt.session_id], policy),
+            lambda attempt: Execution(self, attempt, parts[attempt.session_id], policy),
             admitted=max(1, len(attempts)),
             retries=self.config.retries,
             groups=Groups(attempts, group_policy(self.config)),
@@ -270,208 +264,3 @@ def _with_root(agent: AgentSpec, root: str | None) -> AgentSpec:
     if root is None or agent.harness not in PACKAGES or "root" in agent.settings:
         return agent
     return replace(agent, settings={**agent.settings, "root": f"{root}/{agent.harness}"})
-
-
-class Ledger:
-    """A proxy's session as the stages see it (`stages.parts.OpenSession`)."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    @property
-    def key(self) -> str:
-        return self._session.key
-
-    @property
-    def calls(self) -> int:
-        return self._session.counts["calls"]
-
-    @property
-    def last_error(self) -> Exception | None:
-        return self._session.last_error
-
-    async def first_call(self) -> None:
-        await self._session.called.wait()
-
-    async def stirred(self) -> None:
-        await self._session.stirred()
-
-    async def quiet(self, seconds: float) -> None:
-        await self._session.quiet(seconds)
-
-    def seal(self) -> CompletionSession:
-        return self._session.seal()
-
-
-class _Recorded:
-    """A conversation whose completions are written to a file as they come."""
-
-    session: Session
-
-    def __init__(self, conversation: Conversation, recorder: Recorder) -> None:
-        self._conversation = conversation
-        self._recorder = recorder
-
-    async def __call__(self, request: ChatRequest, ready: Ready) -> Completion:
-        completion = await self._conversation(request, ready)
-        if not self.session.sealed:  # one that comes too late is on no ledger
-            self._recorder.completion(completion)
-        return completion
-
-    async def count(self, request: ChatRequest) -> int:
-        return await self._conversation.count(request)
-
-
-class _Run:
-    """One run of an attempt's script (`stages.batch.Run`), recorded as it goes where the config says so."""
-
-    def __init__(self, service: RolloutService, attempt: Attempt, parts: Parts, policy: Policy) -> None:
-        self._service = service
-        self._policy = policy
-        self._attempt = attempt
-        self._recorder: Recorder | None = None
-        budgets = Budgets(**service.config.budgets.model_dump())
-        self._script = Script(attempt, parts=parts, sessions=self, stages=service.stages, budgets=budgets)
-
-    @property
-    def state(self) -> str:
-        return self._script.state
-
-    def cut_short(self, status: Status, failure: Failure) -> Trajectory:
-        return self._script.cut_short(status, failure)
-
-    async def run(self) -> Trajectory:
-        directory = self._service.config.recording.directory
-        if directory is None:
-            return await self._script.run()
-        with Recorder(self._path(directory), self._header()) as recorder:
-            self._recorder = recorder
-            try:
-                trajectory = await self._script.run()
-            except BaseException:  # cancelled: the recording tells that it was, and so does the Trajectory
-                recorder.end(End(status=Status.ABORTED))
-                raise
-            self._write_end(recorder, trajectory)
-        return trajectory
-
-    @asynccontextmanager
-    async def open(self, attempt: Attempt) -> AsyncGenerator[Ledger]:
-        """A session of the proxy, for the script. What the recorder holds is on disk before the harness has it."""
-        conversation = Conversation(self._policy, attempt.session_id, delivered=lambda name: session.delivered(name))
-        reply = _Recorded(conversation, self._recorder) if self._recorder else conversation
-        task = attempt.task
-        metadata = {**task.metadata, "task_id": task.task_id, "model": task.agent.model_name}
-        async with self._service.proxy.session(attempt.session_id, reply, **metadata) as session:
-            if isinstance(reply, _Recorded):
-                reply.session = session
-            yield Ledger(session)
-
-    def _path(self, directory: Path) -> Path:
-        """A run after an infrastructure error gets a file of its own beside the first one's."""
-        name, suffix = self._attempt.session_id, self._service.config.recording.suffix
-        path, again = directory / f"{name}{suffix}", 1
-        while path.exists():
-            path, again = directory / f"{name}.again{again}{suffix}", again + 1
-        return path
-
-    def _header(self) -> Header:
-        attempt, service = self._attempt, self._service
-        renderer = service.policy.renderer
-        return Header(
-            session_id=attempt.session_id,
-            task_id=attempt.task.task_id,
-            harness=attempt.task.agent.plugin,
-            model=service.info.model,
-            tokenizer={
-                "name": tokenizer_of(service.config),
-                "renderer": renderer.name,
-                "vocab_size": renderer.vocab_size,
-            },
-            end_of_turn=renderer.stop_ids,
-            metadata=attempt.task.metadata,
-        )
-
-    @staticmethod
-    def _write_end(recorder: Recorder, trajectory: Trajectory) -> None:
-        session = trajectory.session
-        if session:
-            for completion_id, delivery in session.delivery.items():
-                recorder.delivery(completion_id, delivery)
-        recorder.end(
-            End(
-                status=trajectory.status,
-                evaluation=trajectory.evaluation,
-                failure=trajectory.failure,
-                counts=trajectory.counts,
-                session_counts=session.counts if session else {},
-            )
-        )
-
-
-def make_engine(config: RolloutConfig, *, vocab_size: int) -> Engine:
-    """The engine that `config.engine` names, not yet entered; no id from `vocab_size` on is sent. ConfigError."""
-    engine = config.engine
-    options: dict[str, Any] = dict(engine.options)
-    if engine.kind == "sglang":
-        options = {"replay": engine.replay, **options}
-    if engine.kind in ("sglang", "vllm"):
-        if not engine.url:
-            raise ConfigError(f"engine.url is not set: the {engine.kind} engine needs the address of its server")
-        options = {"url": engine.url, "vocab_size": vocab_size, "context_length": engine.context_length, **options}
-    if engine.kind == "transformers":
-        options = {"context_length": engine.context_length, **options, "model": model_directory(config)}
-    elif engine.model is not None:
-        options["model"] = engine.model
-    return cast("Engine", plugins.create(engine.kind, plugins.ENGINES, "engine", options))
-
-
-def group_policy(config: RolloutConfig) -> GroupPolicy:
-    """What `config` says about groups."""
-    told = config.groups
-    return GroupPolicy(
-        refills=told.refills,
-        refill_pause=told.refill_pause,
-        train_if=None if told.incomplete_group == "drop" else told.incomplete_group.train_if,
-        min_usable=told.min_usable,
-        on_timeout=config.on_timeout,
-    )
-
-
-def _check_replay(config: RolloutConfig, engine: Engine) -> None:
-    if missing := set(config.engine.replay) - set(getattr(engine, "replay", ())):
-        raise ConfigError(
-            f"engine.replay asks for {', '.join(sorted(missing))}, which the engine {config.engine.kind!r} does not"
-            " tell: set engine.kind to sglang, or take it out of engine.replay"
-        )
-
-
-def model_directory(config: RolloutConfig) -> Path:
-    """The directory of the embedded engine's model; fetched or made where it is one of ours. Raises ConfigError."""
-    from .engine.models import resolve_model
-
-    if not config.engine.model:
-        raise ConfigError("engine.model is not set: a Hugging Face directory, `smollm2` or `tiny`")
-    return resolve_model(config.engine.model, cache_directory())
-
-
-def tokenizer_of(config: RolloutConfig) -> str:
-    """The tokenizer's directory, absolute, or its name; "" where `config` names none."""
-    name = config.renderer.tokenizer or config.engine.model or ""
-    if not config.renderer.tokenizer and config.engine.kind == "transformers" and name:
-        name = str(model_directory(config))
-    return str(Path(name).resolve()) if name and Path(name).is_dir() else name
-
-
-def make_renderer(config: RolloutConfig) -> Renderer:
-    """The renderer for `config`, over the tokenizer it names. Raises ConfigError."""
-    renderer, tokenizer = config.renderer, tokenizer_of(config)
-    if not tokenizer:
-        raise ConfigError("renderer.tokenizer is not set: the tokenizer's Hugging Face directory or name")
-    return load_renderer(
-        tokenizer,
-        kind=renderer.kind,
-        history=renderer.history,
-        tool_parser=renderer.tool_parser,
-        reasoning_parser=renderer.reasoning_parser,
-        chat_template_kwargs=renderer.chat_template_kwargs,
-    )

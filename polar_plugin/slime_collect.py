@@ -64,7 +64,7 @@ class Collected:
 
     def judge(self, group: Group, remaining: int) -> None:
         """Keep an ended group or drop it; `remaining` groups are kept, under way, or this one."""
-        from .service import group_policy  # heavy, and loaded by now
+        from .wiring import group_policy  # heavy, and loaded by now
 
         self.ended.append(group)
         if not group_policy(self.call.config).trains([session.trajectory for session in group.sessions]):

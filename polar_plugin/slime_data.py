@@ -214,7 +214,8 @@ def _hugging_face(name: str) -> Iterable[Row]:
 
 
 def _first(group: Sequence[Any]) -> Any:
-    return group[0][0] if isinstance(group[0], list) else group[0]
+    first: Any = group[0]
+    return cast("Any", first[0]) if isinstance(first, list) else first
 
 
 def _path(directory: str, rollout_id: int) -> Path:

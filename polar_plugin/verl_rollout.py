@@ -24,13 +24,14 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetr
 from .config import RolloutConfig, load_task
 from .errors import ConfigError, PolarError
 from .records import Attempt, Trajectory
-from .service import RolloutService, make_renderer
+from .service import RolloutService
 from .verl_args import RESERVED, VerlArgs, preflight, rollout_config, sampling_of
 from .verl_engine import VerlEngine
 from .verl_groups import Groups, Member
 from .verl_plugin import check_loaded
 from .verl_samples import Rows, convert
 from .verl_service import service_of
+from .wiring import make_renderer
 
 logger = logging.getLogger(__name__)
 

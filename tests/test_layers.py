@@ -34,7 +34,7 @@ LAYERS: list[tuple[int, tuple[str, ...]]] = [
     ),
     (2, ("recording", "engine", "proxy", "runtimes", "evaluators", "stages.stage", "stages.batch")),
     (3, ("stages",)),
-    (4, ("service", "admin")),
+    (4, ("service", "execution", "wiring", "admin")),
     (
         5,
         (

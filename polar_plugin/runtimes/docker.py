@@ -57,7 +57,7 @@ class DockerRuntime:
         self, spec: RuntimeSpec, *, proxy: ProxyEndpoint | None, labels: Mapping[str, str], **given: Any
     ) -> None:
         """`given` go before `spec.kwargs`. Raises ConfigError."""
-        self._options = options({"harness_root": spec.harness_root, **spec.kwargs, **given})
+        self._options = options({**spec.kwargs, **given})
         check(spec, proxy)
         self._spec, self._proxy = spec, proxy
         self._labels = {LABEL: mine(), **{f"polar.{name}": value for name, value in labels.items()}}
@@ -373,10 +373,8 @@ class DockerRuntime:
             await self._its(self._engine).signal(self._name, "SIGKILL")
 
     def _base_env(self) -> dict[str, str]:
-        env = {"PATH": _PATH, "USER": "agent", "LANG": "C.UTF-8", **self._image_env}
-        if self._options.harness_root:
-            env["PATH"] = f"{self._options.harness_root}/bin:{env['PATH']}"
-        return {**env, "HOME": self.home, "TMPDIR": "/tmp"}
+        told = {"PATH": _PATH, "USER": "agent", "LANG": "C.UTF-8", **self._image_env}
+        return {**told, "HOME": self.home, "TMPDIR": "/tmp"}
 
     def _inside(self, path: str) -> str:
         return path if path.startswith("/") else f"{self.workdir}/{path}"

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from ..errors import ConfigError
 from ..records import RuntimeSpec
 from .base import ProxyEndpoint
+from .harness_roots import check_harness_root
 from .kit import Kit
 
 PROXY_PORT = 8399
@@ -41,15 +42,13 @@ class DockerOptions:
     shm_mb: int | None = None
     tmpfs: Mapping[str, str] = field(default_factory=dict[str, str])
     """Path inside to mount options, as in {"/scratch": "size=1g,mode=1777"}."""
-    harness_root: str | None = None
-    """A directory of this machine, seen read-only at the same path inside; its `bin` comes first in PATH."""
     ro_binds: Sequence[str] = ()
     """More of this machine, read-only: "PATH" or "PATH:INSIDE"."""
     volumes: Sequence[str] = ()
     """As Docker writes them, "PATH:INSIDE" or "PATH:INSIDE:ro". What is writable is the agent's."""
     pull: Literal["missing", "never", "always"] = "missing"
     auth: Mapping[str, str] | None = None
-    """{"username": ..., "password": ...} for the image's registry; default: what `docker login` has left."""
+    """{"username": ..., "password": ...} for the image's registry; default: none."""
     ttl_seconds: int = 86_400
     """When a container ends by itself, should everybody have forgotten it."""
     start_seconds: float = 120.0
@@ -69,15 +68,12 @@ def options(given: Mapping[str, Any]) -> DockerOptions:
         raise ConfigError(f"runtime.kwargs {dict(given)!r}: the docker runtime knows {known}") from error
     if found.pull not in ("missing", "never", "always"):
         raise ConfigError(f"runtime.kwargs.pull is 'missing', 'never' or 'always', not {found.pull!r}")
-    if found.harness_root is not None and not Path(found.harness_root).is_dir():
-        raise ConfigError(
-            f"runtime.kwargs.harness_root is a directory of this machine, and {found.harness_root!r} is none"
-        )
     return found
 
 
 def check(spec: RuntimeSpec, proxy: ProxyEndpoint | None) -> None:
     """Raises ConfigError for what cannot be honoured."""
+    check_harness_root(spec)
     if not spec.image:
         raise ConfigError("runtime.image is not set: the docker runtime needs the name of an image")
     if spec.network not in NETWORKS:
@@ -152,7 +148,7 @@ class Plan:
         binds = [f"{self.kit.directory}:{KIT}:ro"]
         if self.socket:
             binds.append(f"{self.socket}:{SOCKET}")
-        if options.harness_root:
-            binds.append(f"{options.harness_root}:{options.harness_root}:ro")
+        if self.spec.harness_root is not None:
+            binds.append(f"{self.spec.harness_root}:{self.spec.harness_root}:ro")
         binds += [f"{bind if ':' in bind else f'{bind}:{bind}'}:ro" for bind in options.ro_binds]
         return [*binds, *options.volumes]

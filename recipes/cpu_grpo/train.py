@@ -26,7 +26,8 @@ from transformers.utils.logging import disable_progress_bar
 from polar_plugin import slime_rollout
 from polar_plugin.config import RolloutConfig
 from polar_plugin.quickstart import Prompts
-from polar_plugin.service import RolloutService, make_renderer
+from polar_plugin.service import RolloutService
+from polar_plugin.wiring import make_renderer
 
 
 @dataclass

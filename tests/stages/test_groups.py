@@ -24,10 +24,10 @@ from polar_plugin.records import (
     mask,
     token_ids,
 )
-from polar_plugin.service import group_policy
 from polar_plugin.stages.attempt import Script
 from polar_plugin.stages.batch import STRAGGLER, Batch
 from polar_plugin.stages.groups import GroupPolicy, Groups
+from polar_plugin.wiring import group_policy
 
 from .clock import JUMPING
 from .doubles import World, attempt, raising, stages

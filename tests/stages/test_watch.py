@@ -10,9 +10,9 @@ import anyio
 import pytest
 
 from polar_plugin.errors import BadRequest, EngineError
+from polar_plugin.execution import Ledger
 from polar_plugin.proxy.session import Ready, Session, SessionTable
 from polar_plugin.records import ChatRequest, Completion, Message
-from polar_plugin.service import Ledger
 from polar_plugin.stages.parts import Budgets
 from polar_plugin.stages.verdict import Stopped
 from polar_plugin.stages.watch import Watchdog
