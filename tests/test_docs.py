@@ -162,3 +162,14 @@ def test_the_page_on_traces_names_each_setting_of_the_builder_and_each_reason_no
     settings = list(inspect.signature(PrefixMerging).parameters)
     for name in (*settings, *Untrained, *RolloutConfig.model_fields["verify"].annotation.__args__):  # type: ignore[union-attr]
         assert re.search(rf"\b{name}\b", page), name
+
+
+def test_the_security_page_names_tests_that_there_are() -> None:
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "security.md").read_text()))
+    written = {name for path in (ROOT / "tests").rglob("test_*.py") for name in _tests(path)}
+    assert len(named) > 20
+    assert named <= written
+
+
+def _tests(path: Path) -> list[str]:
+    return re.findall(r"^(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE)
