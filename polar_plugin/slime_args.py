@@ -17,6 +17,7 @@ POST_PROCESS = "polar_plugin.slime_rollout.post_process_rewards"
 LEAVE_ONE_OUT = "polar_plugin.slime_rollout.leave_one_out_rewards"
 FILTERS = "polar_plugin.slime_rollout"
 """Where our versions of slime's filters are, under the same names."""
+DATA_SOURCE = "polar_plugin.slime_rollout.PolarDataSource"
 GROUP_NORMALISING = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
 """The estimators for which slime subtracts a group's mean itself (`slime/ray/rollout.py`, `_post_process_rewards`)."""
 
@@ -82,6 +83,7 @@ class SlimeArgs:
     num_layers: int | None = None
     moe_router_topk: int | None = None
     over_sampling_batch_size: int | None = None
+    data_source_path: str | None = None
     custom_generate_function_path: str | None = None
     custom_rm_path: str | None = None
     rm_type: str | None = None
@@ -147,7 +149,15 @@ def rollout_config(args: SlimeArgs, *, dataset: Any = None) -> RolloutConfig:
 
 
 def preflight_sample(args: SlimeArgs, config: RolloutConfig) -> None:
-    """The same for slime's own rollout loop, which may use those of its flags that take sessions of several traces."""
+    """The same for slime's own rollout loop, which may use those of its flags that take sessions of several traces.
+
+    It never tells a data source what was trained, so a resume from `PolarDataSource` would train all of it again.
+    """
+    if args.data_source_path == DATA_SOURCE:
+        raise ConfigError(
+            f"slime's own rollout loop does not tell {DATA_SOURCE} what was trained: leave out --data-source-path, "
+            "or set --rollout-function-path polar_plugin.slime_rollout.generate, not --custom-generate-function-path"
+        )
     preflight(replace(args, **dict.fromkeys(_OWN_LOOP)), config)
 
 

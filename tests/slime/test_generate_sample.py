@@ -121,3 +121,8 @@ def test_cancelling_it_ends_the_session() -> None:
     with slime_rollout.use_service(service):
         asyncio.run(cancelled())
     assert len(service.cleaned) == 1
+
+
+def test_a_data_source_that_would_never_learn_what_was_trained_is_refused() -> None:
+    with pytest.raises(ConfigError, match="leave out --data-source-path, or set --rollout-function-path"):
+        sessions(trajectory, data_source_path="polar_plugin.slime_rollout.PolarDataSource")
