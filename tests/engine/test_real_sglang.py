@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.sglang]
 
 PROMPT = token_ids(np.arange(20))
 FLOAT32_TOLERANCE = 1e-5  # measured: 5e-7
-BFLOAT16_TOLERANCE = 5e-3  # measured: 0.002
+BFLOAT16_TOLERANCE = 2**-6  # two steps of bfloat16 logits between 1 and 2; measured: 0.002 to 0.008
 
 
 class Server:
