@@ -172,3 +172,11 @@ def test_a_long_text_with_brackets_passes() -> None:
 def test_nesting_below_the_cap_passes() -> None:
     inner = MAX_DEPTH - 1
     assert "a" in parse(('{"a":' + "[" * inner + "]" * inner + "}").encode())
+
+
+@pytest.mark.parametrize(
+    "digits", ["18446744073709551615", "18446744073709551616", "-9223372036854775809", "1" + "0" * 40]
+)
+def test_a_long_integer_is_the_same_number_whatever_stands_beside_it(digits: str) -> None:
+    clean, odd = (parse(b'{"n": %s, "text": %s}' % (digits.encode(), text)) for text in (b'"x"', b'"\\ud800"'))
+    assert repr(clean["n"]) == repr(odd["n"])
