@@ -122,7 +122,8 @@ async def test_a_program_that_never_calls_in_time_is_an_infrastructure_error_and
 ) -> None:
     monkeypatch.setattr(LateStarter, "hangs", iter([True, True]))
     agent = {"import_path": f"{__name__}:LateStarter", "model_name": "m"}
-    async with service_over(tiny, [], {"budgets": {"first_call": 0.5}}) as (service, _):
+    told = {"budgets": {"first_call": 0.5}, "groups": {"refills": 0}}
+    async with service_over(tiny, [], told) as (service, _):
         (trajectory,) = await service.run([attempt(agent, **GRADED)])
     assert trajectory.failure is not None
     assert (trajectory.status, trajectory.failure.kind) == (Status.INFRA_ERROR, "no_first_call")

@@ -147,7 +147,6 @@ def prepare() -> None:
     """One thread for the trainer beside the engine's; this folder importable, since polar.yaml names `grade`."""
     torch.set_num_threads(1)
     disable_progress_bar()
-    logging.getLogger("polar_plugin").setLevel(logging.ERROR)
     if str(HERE) not in sys.path:
         sys.path.insert(0, str(HERE))
 
@@ -169,4 +168,5 @@ def parsed(argv: Sequence[str] | None) -> tuple[Options, list[int]]:
 
 
 if __name__ == "__main__":
+    logging.getLogger("polar_plugin").setLevel(logging.ERROR)
     main()
